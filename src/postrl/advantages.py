@@ -1,0 +1,142 @@
+"""Advantages: raw rewards of units -> credit. [N] -> [N] over groups, or [N] -> [B, T] over time.
+
+NaN is a missing reward: that unit leaves every statistic and gets 0. A group is *constant* iff max − min ≤ min_spread
+(absolute); its units get exactly 0, whatever float rounding does to its mean. Group ids are arbitrary integers, groups
+may be ragged and interleaved. Nothing here casts or moves devices.
+"""
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from postrl.batch import Batch, unit_sum
+
+MIN_SPREAD = 1e-6
+Singleton = Literal["zero", "raw"]
+
+
+def dense(group: Int[Tensor, "N"]) -> tuple[Int[Tensor, "N"], int]:
+    """The same partition with small ids: (id of each unit, number of ids). Ids already small are kept as they are."""
+    if group.numel() == 0:
+        return group, 0
+    low, high = torch.aminmax(group)
+    if low >= 0 and high < 2 * group.numel():
+        return group, int(high) + 1
+    names, index = torch.unique(group, return_inverse=True)
+    return index, len(names)
+
+
+class Groups:
+    """Sums, means and extremes over groups of the units whose `x` is present; each answer is given per unit."""
+
+    def __init__(self, x: Float[Tensor, "N"], group: Int[Tensor, "N"]):
+        self.index, self.number = dense(group)
+        self.present = ~torch.isnan(x)
+        self.x = torch.where(self.present, x, torch.zeros_like(x))
+        self.count = self.sum(self.present.to(x.dtype))
+
+    def sum(self, y: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
+        """Sum of y over the present units of each unit's group."""
+        y = torch.where(self.present, y, torch.zeros_like(y))
+        return y.new_zeros(self.number).index_add(0, self.index, y)[self.index]
+
+    def mean(self) -> Float[Tensor, "N"]:
+        return self.sum(self.x) / self.count.clamp(min=1)
+
+    def spread(self) -> Float[Tensor, "N"]:
+        """max − min of each group; −inf where nothing is present."""
+        top = self.x.new_full((self.number,), torch.inf)
+        low = top.scatter_reduce(0, self.index, torch.where(self.present, self.x, torch.inf), "amin")
+        high = (-top).scatter_reduce(0, self.index, torch.where(self.present, self.x, -torch.inf), "amax")
+        return (high - low)[self.index]
+
+
+def total_reward(
+    batch: Batch, weights: Float[Tensor, "K"] | None = None, missing: Literal["exclude", "zero"] = "exclude"
+) -> Float[Tensor, "N"]:
+    """Σ_k w_k r_k of the components with a non-zero weight.
+
+    missing="exclude": a unit that lacks one of them is missing (NaN). "zero" reproduces TRL: a missing component counts
+    as 0, and a unit is missing only if it lacks all of them.
+    """
+    weights = batch.reward_weights if weights is None else weights
+    rewards, weights = batch.rewards[:, weights != 0], weights[weights != 0]
+    if missing == "exclude":
+        return (rewards * weights).sum(1)
+    lost = torch.isnan(rewards)
+    known = torch.where(lost, torch.zeros_like(rewards), rewards * weights).sum(1)
+    return torch.where(lost.all(1), torch.full_like(known, torch.nan), known)
+
+
+def group_mean(x: Float[Tensor, "N"], group: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
+    """Each unit's group mean over the present x; NaN entries count for nothing, a group of them has mean 0."""
+    return Groups(x, group).mean()
+
+
+def centred(
+    x: Float[Tensor, "N"],
+    group: Int[Tensor, "N"],
+    *,
+    singleton: Singleton = "zero",
+    min_spread: float = MIN_SPREAD,
+) -> Float[Tensor, "N"]:
+    """A_i = x_i − mean of its group (Dr. GRPO, arXiv 2503.20783)."""
+    groups = Groups(x, group)
+    return _finish(groups, groups.x - groups.mean(), singleton, min_spread)
+
+
+def zscored(
+    x: Float[Tensor, "N"],
+    group: Int[Tensor, "N"],
+    *,
+    ddof: int = 1,
+    eps: float = 1e-6,
+    singleton: Singleton = "zero",
+    min_spread: float = MIN_SPREAD,
+) -> Float[Tensor, "N"]:
+    """A_i = (x_i − mean) / (std + eps) over its group (GRPO, arXiv 2402.03300).
+
+    ddof=1 (Bessel), eps=1e-6 is verl's convention; TRL has eps=1e-4. singleton="raw" leaves a lone sample its raw
+    reward, as verl does; "zero" gives it no credit, as TRL does.
+    """
+    groups = Groups(x, group)
+    deviation = groups.x - groups.mean()
+    variance = groups.sum(deviation.square()) / (groups.count - ddof).clamp(min=1)
+    return _finish(groups, deviation / (variance.sqrt() + eps), singleton, min_spread)
+
+
+def leave_one_out(
+    x: Float[Tensor, "N"],
+    group: Int[Tensor, "N"],
+    *,
+    singleton: Singleton = "zero",
+    min_spread: float = MIN_SPREAD,
+) -> Float[Tensor, "N"]:
+    """A_i = x_i − mean of the others of its group = G/(G−1)·(x_i − mean) (RLOO, arXiv 2402.14740)."""
+    groups = Groups(x, group)
+    scale = groups.count / (groups.count - 1).clamp(min=1)
+    return _finish(groups, scale * (groups.x - groups.mean()), singleton, min_spread)
+
+
+def _finish(groups: Groups, a: Tensor, singleton: Singleton, min_spread: float) -> Tensor:
+    zero = torch.zeros_like(a)
+    lone = groups.x if singleton == "raw" else zero
+    a = torch.where(groups.spread() <= min_spread, zero, a)
+    a = torch.where(groups.count == 1, lone, a)
+    return torch.where(groups.present, a, zero)
+
+
+def unit_mean(x: Float[Tensor, "B T"], batch: Batch) -> Float[Tensor, "N"]:
+    """Mean of x over each unit's sampled tokens; 0 for a unit without any."""
+    return unit_sum(x, batch) / batch.lengths().clamp(min=1)
+
+
+def truncated_importance(batch: Batch, cap: float) -> Float[Tensor, "B T"]:
+    """min(π_train/π_sampler, cap) per token at the weights that sampled: the sampler's mismatch, to be put on A.
+
+    1 off the mask. Truncated importance sampling bounds the variance that rare tokens would add (cap > 0).
+    """
+    gap = torch.where(batch.mask, batch.logp_old - batch.logp_sampler, torch.zeros_like(batch.logp_old))
+    return gap.exp().clamp(max=cap)

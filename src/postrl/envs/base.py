@@ -1,0 +1,54 @@
+"""Worlds: an environment is one problem, used once; a task is a numbered supply of them."""
+
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from postrl.rewards.rubric import Rubric
+from postrl.rollout import Message
+
+Split = Literal["train", "test"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """The world's answer to a turn: messages the policy reads next (masked in training), or the end."""
+
+    messages: tuple[Message, ...] = ()
+    done: bool = True
+    reward: float | None = None  # of this step, for methods with turn-level credit
+
+
+class Environment(Protocol):
+    """One problem, used once. Everything it draws comes from `default_rng([seed, split, index])`."""
+
+    @property
+    def item(self) -> str:
+        """Stable name: a hash of the content, the same in every run."""
+        ...
+
+    @property
+    def info(self) -> Mapping[str, object]:
+        """What the rewards need to know (the right answer, …); plain JSON values."""
+        ...
+
+    def prompt(self) -> list[Message]: ...
+
+    def step(self, text: str) -> Step | Awaitable[Step]: ...
+
+
+class Task(Protocol):
+    """A numbered supply of problems. `environment(split, i)` is a fresh environment each time, the same problem for the
+    same i; distinct problems until the supply is exhausted, then a new epoch."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def rubric(self) -> Rubric: ...
+
+    def size(self, split: Split) -> int | None:
+        """Number of distinct problems; None if unbounded."""
+        ...
+
+    def environment(self, split: Split, index: int) -> Environment: ...

@@ -1,0 +1,153 @@
+"""Rollouts: completed interactions on the host, readable, and their way into tensors.
+
+A rollout is one unit. It has one context (a list of turns that extend one another token by token) unless its history
+was edited on the way; then each context becomes a row of its own.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from postrl.batch import Batch, Kind, Stop
+
+Message = dict[str, str]  # {"role": ..., "content": ...}
+
+
+@dataclass
+class Turn:
+    """A run of tokens from one writer: the trained policy (`sampled`) or anything else (prompt, tool, user)."""
+
+    tokens: list[int]
+    sampled: bool
+    text: str = ""
+    logp: list[float] = field(default_factory=list)  # of each token, by the sampler; only if sampled
+
+    def __post_init__(self) -> None:
+        if self.sampled and len(self.logp) != len(self.tokens):
+            raise ValueError(f"a sampled turn has {len(self.tokens)} tokens but {len(self.logp)} log-probabilities")
+
+
+@dataclass
+class Rollout:
+    """One completed interaction.
+
+    item: stable name of the problem (content hash). group: which rollouts it is compared with, and sample its number
+    among them. groups: further groupings by name. rewards: raw components by name, None = missing. reward_weights: how
+    much each counts in training; 1 where not named, 0 = only logged. info: what the environment knows (the answer, …).
+    """
+
+    item: str
+    group: int
+    sample: int
+    contexts: list[list[Turn]]
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    reward_weights: dict[str, float] = field(default_factory=dict)
+    step_rewards: list[float] = field(default_factory=list)
+    groups: dict[str, int] = field(default_factory=dict)
+    kind: Kind = Kind.ROLLOUT
+    stop: Stop = Stop.FINISHED
+    version: int = 0
+    temperature: float = 1.0
+    messages: list[Message] = field(default_factory=list)
+    info: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def completion(self) -> str:
+        """Text of the last sampled turn; the answer of a single-turn rollout."""
+        return next((t.text for t in reversed(self.contexts[-1]) if t.sampled), "") if self.contexts else ""
+
+    def sampled_tokens(self) -> int:
+        return sum(len(t.tokens) for turns in self.contexts for t in turns if t.sampled)
+
+
+def write_jsonl(path: Path, rollouts: Iterable[Rollout]) -> None:
+    """One rollout per line."""
+    with path.open("w", encoding="utf-8") as file:
+        for rollout in rollouts:
+            file.write(json.dumps(asdict(rollout), ensure_ascii=False) + "\n")
+
+
+def read_jsonl(path: Path) -> list[Rollout]:
+    """What `write_jsonl` wrote. Raises ValueError naming the file and line that is not a rollout."""
+    rollouts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            fields = json.loads(line)
+            contexts = [[Turn(**turn) for turn in turns] for turns in fields.pop("contexts")]
+            kind, stop = Kind(fields.pop("kind")), Stop(fields.pop("stop"))
+            rollouts.append(Rollout(contexts=contexts, kind=kind, stop=stop, **fields))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}, line {number}: not a rollout ({error})") from error
+    return rollouts
+
+
+def collate(rollouts: Sequence[Rollout]) -> Batch:
+    """Rollouts -> Batch. `logp_old` starts as the sampler's; the loop replaces it by the training forward's.
+
+    Raises ValueError if the rollouts name different reward components, weights or groupings, or are empty of tokens.
+    """
+    if not rollouts:
+        raise ValueError("no rollouts to collate")
+    first = rollouts[0]
+    for rollout in rollouts:
+        for what in ("rewards", "reward_weights", "groups"):
+            here, there = getattr(first, what), getattr(rollout, what)
+            if (list(here) != list(there)) if what != "reward_weights" else (here != there):
+                raise ValueError(f"item {rollout.item!r} has {what} {there}, item {first.item!r} has {here}")
+    rows = [(unit, turns) for unit, rollout in enumerate(rollouts) for turns in rollout.contexts]
+    names = tuple(first.rewards)
+    rewards = [[torch.nan if r.rewards[n] is None else r.rewards[n] for n in names] for r in rollouts]
+    steps = max(len(r.step_rewards) for r in rollouts)
+    padded = [r.step_rewards + [torch.nan] * (steps - len(r.step_rewards)) for r in rollouts]
+    groups = [[rollout.group, *rollout.groups.values()] for rollout in rollouts]
+    return Batch(
+        **_token_fields(rows, [rollouts[unit].temperature for unit, _ in rows]),
+        unit=torch.tensor([unit for unit, _ in rows], dtype=torch.int64),
+        groups=torch.tensor(groups, dtype=torch.int64),
+        rewards=torch.tensor(rewards, dtype=torch.float32).reshape(len(rollouts), len(names)),
+        reward_weights=torch.tensor([first.reward_weights.get(n, 1.0) for n in names], dtype=torch.float32),
+        kind=torch.tensor([r.kind for r in rollouts], dtype=torch.int8),
+        version=torch.tensor([r.version for r in rollouts], dtype=torch.int64),
+        stop=torch.tensor([r.stop for r in rollouts], dtype=torch.int8),
+        group_names=("task", *first.groups),
+        reward_names=names,
+        step_rewards=torch.tensor(padded, dtype=torch.float32) if steps else None,
+    )
+
+
+def _token_fields(rows: list[tuple[int, list[Turn]]], temperature: list[float]) -> Mapping[str, Tensor]:
+    B, T = len(rows), max((sum(len(t.tokens) for t in turns) for _, turns in rows), default=0)
+    tokens, segment = torch.zeros(B, T, dtype=torch.int64), torch.full((B, T), -1, dtype=torch.int32)
+    valid, mask = torch.zeros(B, T, dtype=torch.bool), torch.zeros(B, T, dtype=torch.bool)
+    logp = torch.zeros(B, T)
+    prefixes: dict[tuple[int, ...], int] = {}
+    prefix_id, prefix_length = [], []
+    for b, (_, turns) in enumerate(rows):
+        ids = [token for turn in turns for token in turn.tokens]
+        tokens[b, : len(ids)], valid[b, : len(ids)] = torch.tensor(ids, dtype=torch.int64), True
+        start, number = 0, 0
+        for turn in turns:
+            end = start + len(turn.tokens)
+            if turn.sampled:
+                mask[b, start:end], segment[b, start:end] = True, number
+                logp[b, start:end] = torch.tensor(turn.logp)
+                number += 1
+            start = end
+        prefix = tuple(turns[0].tokens) if turns and not turns[0].sampled else ()
+        prefix_id.append(prefixes.setdefault(prefix, len(prefixes)))
+        prefix_length.append(len(prefix))
+    return {
+        "tokens": tokens,
+        "valid": valid,
+        "mask": mask,
+        "segment": segment,
+        "prefix_id": torch.tensor(prefix_id, dtype=torch.int64),
+        "prefix_length": torch.tensor(prefix_length, dtype=torch.int64),
+        "temperature": torch.tensor(temperature, dtype=torch.float32),
+        "logp_sampler": logp,
+        "logp_old": logp.clone(),
+    }
