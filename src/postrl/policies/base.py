@@ -1,6 +1,6 @@
 """The seams of a policy: how the trainer reads it, and how anything samples from it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -69,7 +69,7 @@ class Policy(Protocol):
         """Log-probabilities of the masked tokens at the rows' temperature; `want` names further parts of `Forward`."""
         ...
 
-    def parameters(self) -> "Sequence[torch.nn.Parameter]": ...
+    def parameters(self) -> Iterable[torch.nn.Parameter]: ...
 
     def sampler(self) -> Sampler:
         """A sampler that draws from this policy's present weights."""
