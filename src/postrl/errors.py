@@ -2,5 +2,8 @@
 
 
 class UserError(Exception):
-    """Bad input or a broken surrounding. The message is one sentence that names the option, file or item and what to do;
-    the command line prints it without a traceback and exits with 2."""
+    """Bad input or a broken surrounding.
+
+    The message is one sentence that names the option, file or item and what to do; the command line prints it without
+    a traceback and exits with 2.
+    """

@@ -1,0 +1,130 @@
+"""Checkpoints: safetensors and JSON, whole or absent, written only between steps. The last two and the best are kept.
+
+A folder `checkpoints/step_000012` holds the state after 12 steps: trainable weights, AdamW's moments, and
+`state.json` with everything else (step, position in the data, dtype, threads, states handed to `train`).
+"""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from postrl.errors import UserError
+from postrl.files import read_json, whole_folder, write_json
+
+FORMAT = 1
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything whose JSON state belongs to a run: a source, a rubric archive, a moving baseline, a curriculum."""
+
+    def state_dict(self) -> dict: ...
+
+    def load_state_dict(self, state: dict) -> None: ...
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands between two steps."""
+
+    step: int = 0  # steps done
+    update: int = 0  # updates done, skipped ones included: the schedule's clock
+    constant: int = 0  # steps in a row without reward variance
+    best: float | None = None
+    best_step: int | None = None
+
+
+def trainable(policy: nn.Module) -> dict[str, Tensor]:
+    return {name: p for name, p in policy.named_parameters() if p.requires_grad}
+
+
+def save(
+    folder: Path,
+    policy: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    states: Mapping[str, Stateful],
+    progress: Progress,
+) -> Path:
+    """Write `folder/step_…` and forget checkpoints that are neither among the last two nor the best."""
+    weights = trainable(policy)
+    path = folder / f"step_{progress.step:06d}"
+    state = {
+        "format": FORMAT,
+        "progress": vars(progress),
+        "dtype": sorted({str(p.dtype) for p in weights.values()}),
+        "threads": torch.get_num_threads(),
+        "states": {name: value.state_dict() for name, value in states.items()},
+    }
+    with whole_folder(path) as beside:
+        save_file({n: p.detach().contiguous() for n, p in weights.items()}, beside / "policy.safetensors")
+        save_file(_moments(optimizer), beside / "optimizer.safetensors")
+        write_json(beside / "state.json", state)
+    for old in checkpoints(folder)[:-2]:
+        if progress.best_step is None or old.name != f"step_{progress.best_step:06d}":
+            shutil.rmtree(old)
+    return path
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Whole checkpoints, oldest first."""
+    return sorted(p for p in folder.glob("step_*") if p.is_dir())
+
+
+def restore(
+    path: Path, policy: nn.Module, optimizer: torch.optim.Optimizer | None, states: Mapping[str, Stateful]
+) -> Progress:
+    """Put a checkpoint back; also its thread count, which results depend on in the last bit.
+
+    Raises UserError naming the file that is missing, damaged or of another model.
+    """
+    state = read_json(path / "state.json", "a checkpoint of postrl")
+    if state.get("format") != FORMAT or set(state.get("states", ())) < set(states):
+        raise UserError(f"{path} is no checkpoint of this run: its state.json has other parts than {sorted(states)}")
+    weights = trainable(policy)
+    saved = _load(path / "policy.safetensors")
+    _match(path / "policy.safetensors", saved, weights)
+    with torch.no_grad():
+        for name, parameter in weights.items():
+            parameter.copy_(saved[name])
+    if optimizer is not None:
+        _restore_moments(path / "optimizer.safetensors", optimizer)
+        torch.set_num_threads(state["threads"])
+    for name, value in states.items():
+        value.load_state_dict(state["states"][name])
+    return Progress(**state["progress"])
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} is damaged or missing ({error}); delete its folder to use an older one") from error
+
+
+def _match(path: Path, saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    wrong = [
+        n for n in wanted if n not in saved or saved[n].shape != wanted[n].shape or saved[n].dtype != wanted[n].dtype
+    ]
+    wrong += [n for n in saved if n not in wanted]
+    if wrong:
+        raise UserError(f"{path} belongs to another model: {len(wrong)} tensors differ, the first is {wrong[0]!r}")
+
+
+def _moments(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    state = optimizer.state_dict()["state"]
+    return {f"{index}.{name}": t.contiguous() for index, entry in state.items() for name, t in entry.items()}
+
+
+def _restore_moments(path: Path, optimizer: torch.optim.Optimizer) -> None:
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, value in _load(path).items():
+        index, name = key.split(".", 1)
+        state.setdefault(int(index), {})[name] = value
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -1,0 +1,127 @@
+"""One update: weights before the cut, micro-batches, one optimiser step. And what was seen on the way."""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from postrl.advantages import truncated_importance
+from postrl.batch import Batch
+from postrl.enrich import forward_all
+from postrl.errors import UserError
+from postrl.losses import log_ratio
+from postrl.method import Forward, Method, objective
+from postrl.packing import micro_batches
+from postrl.settings import Settings
+
+
+@dataclass
+class Seen:
+    """Sums over the masked tokens of a step's updates, and the last ratio of every token."""
+
+    ratio: Tensor  # [B, T] of the rollout batch
+    weight: Tensor  # [B, T], summed over terms
+    tokens: float = 0.0
+    kl: float = 0.0
+    entropy: float = 0.0
+    pushed: float = 0.0  # tokens with A ≠ 0 and W ≠ 0
+    clipped: float = 0.0  # those of them whose log-probability got no gradient
+    losses: list[float] = field(default_factory=list)
+    gradient_norms: list[float] = field(default_factory=list)
+    skipped: int = 0
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """What an update needs; constant over a run."""
+
+    method: Method
+    policy: nn.Module
+    optimizer: torch.optim.Optimizer
+    accelerator: Accelerator
+    settings: Settings
+    free_old: bool  # a step has one update: logp_old is the detached value of that update's own forward
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        parts = self.method.needs & {"entropy", "values", "logits", "hidden"}
+        return parts | {"entropy"} if self.free_old else parts
+
+
+def update(trainer: Trainer, batch: Batch, rows: Tensor, advantage: Tensor, rate: float, seen: Seen) -> None:
+    """One optimiser step on a mini-batch; `rows` says where its rows stand in the rollout batch `seen` speaks of.
+
+    Skipped, and counted, iff A is 0 everywhere and the method has no other term than the policy's.
+    """
+    method, settings = trainer.method, trainer.settings
+    if method.observe is not None:
+        now = forward_all(trainer.policy, batch, settings.token_budget, frozenset()).logp
+        batch = replace(batch, observed=method.observe(batch, now))
+    if len(method.terms) == 1 and not bool((advantage != 0).any()):
+        seen.skipped += 1
+        return
+    weights = tuple(term.weight(batch) for term in method.terms)
+    trainer.optimizer.zero_grad(set_to_none=False)
+    loss = 0.0
+    for index in micro_batches(batch, settings.token_budget, method.atom):
+        part = tuple(w[index] for w in weights)
+        loss += _pass(trainer, batch.rows(index), part, advantage[index], rows[index], seen)
+    norm = trainer.accelerator.clip_grad_norm_(_trained(trainer), settings.max_gradient_norm)
+    if not bool(torch.isfinite(norm)):
+        raise UserError(
+            f"the gradient of an update is {float(norm)}: the run stops before it spoils the weights; "
+            "resume from the last checkpoint with a lower learning_rate"
+        )
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = rate * group.get("scale", 1.0)  # `parameters` may scale a group, for example a critic
+    trainer.optimizer.step()
+    seen.losses.append(loss)
+    seen.gradient_norms.append(float(norm))
+
+
+def _trained(trainer: Trainer) -> list[nn.Parameter]:
+    return [p for group in trainer.optimizer.param_groups for p in group["params"]]
+
+
+def _pass(
+    trainer: Trainer, batch: Batch, weights: tuple[Tensor, ...], advantage: Tensor, rows: Tensor, seen: Seen
+) -> float:
+    """Forward and backward of one micro-batch; returns its part of the update's loss."""
+    out = trainer.policy(batch, trainer.wanted)
+    if trainer.free_old:
+        batch = replace(batch, logp_old=out.logp.detach())
+    cap = trainer.settings.importance_cap
+    if cap is not None:
+        advantage = advantage * truncated_importance(batch, cap)
+    loss = objective(trainer.method, batch, out, weights, advantage)
+    if not loss.requires_grad:  # no sampled token among these rows
+        return 0.0
+    # The gradient at logp shows, for any method, which tokens the objective pushes.
+    gradients: list[Tensor] = []
+    out.logp.register_hook(gradients.append)
+    trainer.accelerator.backward(loss)
+    _look(batch, out, gradients, weights, advantage, rows, seen)
+    return float(loss.detach())
+
+
+def _look(
+    batch: Batch,
+    out: Forward,
+    gradients: list[Tensor],
+    weights: tuple[Tensor, ...],
+    advantage: Tensor,
+    rows: Tensor,
+    seen: Seen,
+) -> None:
+    mask, logp = batch.mask, out.logp.detach()
+    log_r = log_ratio(mask, logp, batch.logp_old)
+    seen.ratio[rows] = log_r.exp().to(seen.ratio.dtype)
+    seen.weight[rows] = sum(weights).to(seen.weight.dtype)
+    seen.tokens += float(mask.sum())
+    seen.kl += float((torch.expm1(log_r) - log_r).sum())
+    if out.entropy is not None:
+        seen.entropy += float(torch.where(mask, out.entropy.detach(), 0).sum())
+    pushed = mask & (advantage != 0) & (weights[0] != 0)
+    seen.pushed += float(pushed.sum())
+    seen.clipped += float((pushed & (sum(gradients, torch.zeros_like(logp)) == 0)).sum())

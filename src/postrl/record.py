@@ -1,0 +1,150 @@
+"""What a run leaves behind: `run.json`, `metrics.jsonl`, and its rollouts as Parquet, one row per rollout."""
+
+import importlib.metadata
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from postrl.batch import Batch
+from postrl.errors import UserError
+from postrl.files import guarded, read_json, whole_file, write_json
+from postrl.rollout import Rollout
+
+PACKAGES = ("postrl", "torch", "transformers", "tokenizers", "safetensors", "accelerate", "numpy")
+
+
+def open_run(folder: Path, configuration: Mapping[str, object], resume: bool, free: frozenset[str]) -> None:
+    """Start a run in `folder` or check that it is the one to go on with.
+
+    A resumed run must have the same configuration, but for the options in `free`. Raises UserError if the folder
+    already holds a run (resume=False), holds none (resume=True), or an option differs.
+    """
+    path = folder / "run.json"
+    if not resume:
+        if path.exists():
+            raise UserError(f"{folder} already holds a run: add --resume to go on with it, or choose another folder")
+        write_json(path, {"configuration": configuration, **_surroundings()})
+        return
+    old = read_json(path, "a run to resume").get("configuration", {})
+    now = json.loads(json.dumps(configuration))
+    for name in sorted(set(old) | set(now)):
+        if name not in free and old.get(name) != now.get(name):
+            raise UserError(
+                f"{folder} was run with {name}={old.get(name)!r}, not {now.get(name)!r}: resume with the same options"
+            )
+
+
+def _surroundings() -> dict[str, object]:
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES if _installed(name)}
+    return {
+        "command": sys.argv,
+        "git": _git_hash(),
+        "versions": versions | {"python": platform.python_version()},
+        "machine": {"platform": platform.platform(), "processor": platform.processor() or platform.machine()},
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _git_hash() -> str | None:
+    """Of the folder the run was started in; None where there is no git or no repository."""
+    try:
+        answer = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() or None
+
+
+class Metrics:
+    """`metrics.jsonl`: one JSON object a line, in order of steps."""
+
+    def __init__(self, folder: Path, step: int):
+        """Lines of steps that `step` (steps done) has not reached are dropped: they will be run again."""
+        self.path = folder / "metrics.jsonl"
+        lines = read_metrics(self.path) if self.path.exists() else []
+        with whole_file(self.path) as beside:
+            beside.write_text("".join(json.dumps(m) + "\n" for m in lines if m["step"] <= step), encoding="utf-8")
+
+    def write(self, line: Mapping[str, object]) -> None:
+        guarded(lambda: self._append(json.dumps(line) + "\n"), self.path)
+
+    def _append(self, text: str) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(text)
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """Lines of a `metrics.jsonl`; a last line cut off by a kill is left out. Raises UserError if it is missing."""
+    if not path.exists():
+        raise UserError(f"{path} is missing: {path.parent} holds no run")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    whole = []
+    for number, line in enumerate(lines, 1):
+        try:
+            whole.append(json.loads(line))
+        except ValueError as error:
+            if number < len(lines):
+                raise UserError(f"{path}, line {number}, is damaged ({error})") from error
+    return whole
+
+
+def write_rollouts(
+    path: Path, rollouts: Sequence[Rollout], batch: Batch, advantage: Tensor, weight: Tensor, ratio: Tensor
+) -> None:
+    """One row per rollout. List columns run over its tokens, contexts one after the other (`context` numbers them);
+    advantage, weight and ratio [B, T] are those of the step, weight summed over terms, ratio at the last update."""
+    columns: dict[str, list] = {name: [] for name in ("tokens", "mask", "segment", "context")}
+    floats = {
+        "logp_sampler": batch.logp_sampler,
+        "logp_old": batch.logp_old,
+        "advantage": advantage,
+        "weight": weight,
+        "ratio": ratio,
+    }
+    columns |= {name: [] for name in floats}
+    for unit in range(batch.size):
+        rows = (batch.unit == unit).nonzero().squeeze(1)
+        real = batch.valid[rows]
+        columns["tokens"].append(batch.tokens[rows][real].tolist())
+        columns["mask"].append(batch.mask[rows][real].tolist())
+        columns["segment"].append(batch.segment[rows][real].tolist())
+        columns["context"].append(torch.arange(len(rows))[:, None].expand_as(real)[real].tolist())
+        for name, value in floats.items():
+            columns[name].append(value[rows][real].float().tolist())
+    table = pa.table(_plain_columns(rollouts) | {n: pa.array(v, _list_type(n)) for n, v in columns.items()})
+    with whole_file(path) as beside:
+        pq.write_table(table, beside, compression="zstd")
+
+
+def _plain_columns(rollouts: Sequence[Rollout]) -> dict[str, pa.Array]:
+    columns = {
+        "item": pa.array([r.item for r in rollouts]),
+        "group": pa.array([r.group for r in rollouts]),
+        "sample": pa.array([r.sample for r in rollouts]),
+        "version": pa.array([r.version for r in rollouts]),
+        "stop": pa.array([r.stop.name.lower() for r in rollouts]),
+        "messages": pa.array([json.dumps(r.messages, ensure_ascii=False) for r in rollouts]),
+        "completion": pa.array([r.completion for r in rollouts]),
+    }
+    names = rollouts[0].rewards if rollouts else ()
+    return columns | {f"reward/{n}": pa.array([r.rewards[n] for r in rollouts], pa.float64()) for n in names}
+
+
+def _list_type(name: str) -> pa.DataType:
+    kinds = {"tokens": pa.int32(), "mask": pa.bool_(), "segment": pa.int32(), "context": pa.int32()}
+    return pa.list_(kinds.get(name, pa.float32()))

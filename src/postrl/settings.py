@@ -1,0 +1,68 @@
+"""What a training run is told, besides its method, policy and source."""
+
+import math
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from postrl.errors import UserError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Options of the loop.
+
+    An *update* is one optimiser step on one mini-batch; a *step* is one rollout batch and all its updates.
+    """
+
+    steps: int = 50
+    """Rollout batches to train on."""
+    updates: int = 4
+    """Mini-batches (whole groups) a rollout batch is cut into; one update each."""
+    epochs: int = 1
+    """Passes over each rollout batch."""
+    learning_rate: float = 1e-5
+    """Peak learning rate of AdamW."""
+    warmup: int = 0
+    """Updates over which the learning rate rises linearly from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls to 0 after warm-up."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    max_gradient_norm: float = 1.0
+    """Gradients are scaled down to this 2-norm."""
+    token_budget: int = 4096
+    """Tokens per forward and backward pass; lower it if memory runs out. It does not change the update."""
+    importance_cap: float | None = 2.0
+    """Cap of π_train/π_sampler, multiplied onto the advantage; None switches the correction off."""
+    kl_coef: float = 0.0
+    """Weight of a KL penalty (k3) to the reference policy; needs `reference`."""
+    refill: int = 0
+    """How many further rollout batches a step may draw to replace units the method does not keep."""
+    checkpoint_every: int = 10
+    """Steps between checkpoints; one is always written at the end."""
+    evaluate_every: int = 0
+    """Steps between evaluations; 0 = only before and after."""
+    warn_constant: int = 10
+    """Steps in a row without any reward variance after which a warning is printed."""
+    seed: int = 0
+    """Decides the shuffles, the items and every sampled token."""
+
+    def check(self) -> None:
+        """Raises UserError naming the option that cannot be right."""
+        least = {"steps": 0, "updates": 1, "epochs": 1, "token_budget": 1, "checkpoint_every": 1, "warn_constant": 1}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            low = least.get(field.name, 0)
+            if isinstance(value, int | float) and not value >= low:
+                raise UserError(f"option {field.name}={value} must be at least {low}")
+        if self.importance_cap is not None and self.importance_cap <= 0:
+            raise UserError(f"option importance_cap={self.importance_cap} must be above 0, or None to switch it off")
+
+
+def learning_rate(settings: Settings, update: int, total: int) -> float:
+    """Learning rate of an update (from 0) among `total`: linear warm-up, then constant, linear or cosine to 0."""
+    if update < settings.warmup:
+        return settings.learning_rate * (update + 1) / settings.warmup
+    progress = (update - settings.warmup) / max(1, total - settings.warmup)
+    factor = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * min(progress, 1.0))) / 2}
+    return settings.learning_rate * max(0.0, factor[settings.schedule])

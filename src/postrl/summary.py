@@ -1,0 +1,70 @@
+"""The figures of a step, from what its batch and its updates hold."""
+
+import torch
+from torch import Tensor
+
+from postrl.advantages import Groups, total_reward
+from postrl.batch import Batch, Stop
+from postrl.losses import on
+from postrl.method import Method
+from postrl.optimise import Seen
+
+
+def step_metrics(
+    method: Method, batch: Batch, advantage: Tensor, seen: Seen, entropy: Tensor | None
+) -> dict[str, float]:
+    """One flat mapping of plain numbers; a figure that is undefined (no token, no reward) is left out."""
+    mask = batch.mask
+    tokens = max(1, int(mask.sum()))
+    reward = total_reward(batch)
+    constant = Groups(reward, batch.group()).spread() <= 1e-6
+    ratios = seen.ratio[mask]
+    figures = {
+        "reward": _mean(reward),
+        **{f"reward/{n}": _mean(batch.reward(n)) for n in batch.reward_names},
+        "pass@1": _mean(batch.reward("correct")) if "correct" in batch.reward_names else float("nan"),
+        "entropy": float(on(mask, entropy).sum()) / tokens if entropy is not None else seen.entropy / tokens,
+        "kl": seen.kl / max(1.0, seen.tokens),
+        "clip": seen.clipped / max(1.0, seen.pushed),
+        "ratio/max": float(ratios.max()) if len(ratios) else 1.0,
+        "ratio/min": float(ratios.min()) if len(ratios) else 1.0,
+        "advantage/std": float(advantage[mask].std(correction=0)) if len(ratios) else 0.0,
+        "length": tokens / batch.size,
+        "truncated": _share(batch.stop == Stop.TRUNCATED),
+        "errors": _share(batch.stop == Stop.ERROR),
+        "missing": _share(torch.isnan(reward)),
+        "groups/constant": _share(constant),
+        "groups/shaped_only": _share(constant_but_shaped(batch, reward)),
+        "units": float(batch.size),
+        "tokens": float(tokens),
+        "updates/skipped": float(seen.skipped),
+        "loss": sum(seen.losses) / max(1, len(seen.losses)),
+        "gradient_norm": max(seen.gradient_norms, default=0.0),
+        **_mismatch(batch),
+    }
+    return {name: value for name, value in figures.items() if value == value}
+
+
+def constant_but_shaped(batch: Batch, reward: Tensor) -> Tensor:
+    """Units of groups whose answers are all right or all wrong while the trained reward still varies: normalising such
+    a group amplifies what is left, which is often noise (reported against verl's recipes)."""
+    if "correct" not in batch.reward_names:
+        return torch.zeros(batch.size, dtype=torch.bool)
+    same = Groups(batch.reward("correct"), batch.group()).spread() <= 1e-6
+    return same & (Groups(reward, batch.group()).spread() > 1e-6)
+
+
+def _mismatch(batch: Batch) -> dict[str, float]:
+    gap = (batch.logp_old - batch.logp_sampler)[batch.mask].abs()
+    if not len(gap):
+        return {}
+    return {"mismatch/mean": float(gap.mean()), "mismatch/max": float(gap.max())}
+
+
+def _mean(x: Tensor) -> float:
+    present = x[~torch.isnan(x)]
+    return float(present.double().mean()) if len(present) else float("nan")
+
+
+def _share(x: Tensor) -> float:
+    return float(x.double().mean()) if len(x) else 0.0
