@@ -25,7 +25,8 @@ class Display:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.bar.stop()
+        if self.console.is_terminal:
+            self.bar.stop()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         figures = " ".join(f"{label} {metrics[name]:.3f}" for name, label in SHOWN.items() if name in metrics)
