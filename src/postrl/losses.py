@@ -54,7 +54,8 @@ def clipped_ratio(
     ratio: Matrix, advantage: Matrix, low: float | Tensor, high: float | Tensor, dual: float | None = None
 ) -> Matrix:
     """The clipped surrogate of a given ratio (per token or per sequence)."""
-    loss = torch.maximum(-ratio * advantage, -ratio.clamp(1 - low, 1 + high) * advantage)
+    bounded = ratio.clamp(min=1 - low).clamp(max=1 + high)  # one at a time: low may be a number and high a tensor
+    loss = torch.maximum(-ratio * advantage, -bounded * advantage)
     if dual is None:
         return loss
     return torch.where(advantage < 0, torch.minimum(loss, -dual * advantage), loss)

@@ -7,12 +7,14 @@ was edited on the way; then each context becomes a row of its own.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from postrl.batch import Batch, Kind, Stop
+from postrl.errors import UserError
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
 
@@ -72,28 +74,35 @@ def write_jsonl(path: Path, rollouts: Iterable[Rollout]) -> None:
 
 
 def read_jsonl(path: Path) -> list[Rollout]:
-    """What `write_jsonl` wrote. Raises ValueError naming the file and line that is not a rollout."""
+    """What `write_jsonl` wrote. Raises UserError naming the file and line that is not a rollout."""
     rollouts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            fields = json.loads(line)
-            contexts = [[Turn(**turn) for turn in turns] for turns in fields.pop("contexts")]
-            kind, stop = Kind(fields.pop("kind")), Stop(fields.pop("stop"))
-            rollouts.append(Rollout(contexts=contexts, kind=kind, stop=stop, **fields))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}, line {number}: not a rollout ({error})") from error
+    # As bytes, whose lines end at "\n" only: text may hold other separators (U+2028) that text lines would be cut at.
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                fields = json.loads(line)
+                contexts = [[Turn(**turn) for turn in turns] for turns in fields.pop("contexts")]
+                kind, stop = Kind(fields.pop("kind")), Stop(fields.pop("stop"))
+                rollouts.append(Rollout(contexts=contexts, kind=kind, stop=stop, **fields))
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise UserError(f"{path}, line {number}: not a rollout ({error})") from error
     return rollouts
 
 
 def collate(rollouts: Sequence[Rollout]) -> Batch:
     """Rollouts -> Batch. `logp_old` starts as the sampler's; the loop replaces it by the training forward's.
 
-    Raises ValueError if the rollouts name different reward components, weights or groupings, or are empty of tokens.
+    Raises ValueError naming the item if a turn's log-probabilities are not one per token, or the rollouts name
+    different reward components, weights or groupings; and if there are no rollouts, or no tokens in any.
     """
-    if not rollouts:
-        raise ValueError("no rollouts to collate")
+    if not any(turn.tokens for rollout in rollouts for turns in rollout.contexts for turn in turns):
+        raise ValueError(f"{len(rollouts)} rollouts without a single token: nothing to collate")
     first = rollouts[0]
     for rollout in rollouts:
+        for turn in (turn for turns in rollout.contexts for turn in turns if turn.sampled):
+            if len(turn.logp) != len(turn.tokens):
+                counts = f"{len(turn.tokens)} tokens but {len(turn.logp)} log-probabilities"
+                raise ValueError(f"item {rollout.item!r}, sample {rollout.sample}: a sampled turn has {counts}")
         for what in ("rewards", "reward_weights", "groups"):
             here, there = getattr(first, what), getattr(rollout, what)
             if (list(here) != list(there)) if what != "reward_weights" else (here != there):
@@ -137,7 +146,7 @@ def _token_fields(rows: list[tuple[int, list[Turn]]], temperature: list[float]) 
                 logp[b, start:end] = torch.tensor(turn.logp)
                 number += 1
             start = end
-        prefix = tuple(turns[0].tokens) if turns and not turns[0].sampled else ()
+        prefix = tuple(token for turn in takewhile(lambda turn: not turn.sampled, turns) for token in turn.tokens)
         prefix_id.append(prefixes.setdefault(prefix, len(prefixes)))
         prefix_length.append(len(prefix))
     return {

@@ -37,7 +37,7 @@ class Completion:
 
 
 class Sampler(Protocol):
-    """Draws completions with random numbers from `numpy.random.default_rng(key)`, so results do not depend on batching."""
+    """Draws completions with random numbers from `numpy.random.default_rng(key)`: results do not depend on batching."""
 
     def submit(
         self, tokens: Sequence[int], key: Key, sampling: Sampling, session: int | None = None, keep: bool = False
