@@ -133,6 +133,58 @@ def unit_mean(x: Float[Tensor, "B T"], batch: Batch) -> Float[Tensor, "N"]:
     return unit_sum(x, batch) / batch.lengths().clamp(min=1)
 
 
+def whitened(x: Float[Tensor, "B T"], batch: Batch, eps: float = 1e-8) -> Float[Tensor, "B T"]:
+    """(x − mean) / √(var + eps) over all sampled tokens of the batch (Bessel's variance); long units weigh more.
+
+    0 off the mask, and everywhere if fewer than two tokens were sampled.
+    """
+    number = batch.mask.sum()
+    x = torch.where(batch.mask, x, torch.zeros_like(x))
+    deviation = torch.where(batch.mask, x - x.sum() / number.clamp(min=1), torch.zeros_like(x))
+    variance = deviation.square().sum() / (number - 1).clamp(min=1)
+    return deviation * (variance + eps).rsqrt()
+
+
+def discounted_returns(rewards: Float[Tensor, "B T"], batch: Batch, gamma: float = 1.0) -> Float[Tensor, "B T"]:
+    """R_t = r_t + γ·R_u over a row's sampled tokens, u being the next one after t, whatever lies between.
+
+    Observations (tool output between two turns) take no discount step and do not cut the return. Rewards off the mask
+    are not read: put a reward that arrives with an observation on the sampled token before it. 0 off the mask.
+    """
+    rewards = torch.where(batch.mask, rewards, torch.zeros_like(rewards))
+    returns, tail = torch.zeros_like(rewards), rewards[:, :0].sum(1)
+    for t in reversed(range(rewards.shape[1])):
+        here = batch.mask[:, t]
+        tail = torch.where(here, rewards[:, t] + gamma * tail, tail)
+        returns[:, t] = torch.where(here, tail, torch.zeros_like(tail))
+    return returns
+
+
+def gae(
+    rewards: Float[Tensor, "B T"],
+    values: Float[Tensor, "B T"],
+    batch: Batch,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    gap: Literal["carry", "zero"] = "carry",
+) -> Float[Tensor, "B T"]:
+    """A_t = δ_t + γλ·A_u, δ_t = r_t + γ·V_u − V_t (generalised advantage estimation, arXiv 1506.02438).
+
+    gap="carry": u is the row's next sampled token, so observations are skipped (verl, AReaL). "zero": u = t + 1, and an
+    observation is a step of value 0 that costs γ and λ (OpenRLHF, ROLL). Both bootstrap from 0 after the last sampled
+    token, read neither rewards nor values off the mask, and give 0 there. Returns to fit a critic to are A + V.
+    """
+    zero = torch.zeros_like(rewards)
+    rewards, values = torch.where(batch.mask, rewards, zero), torch.where(batch.mask, values, zero)
+    advantages, tail, value = torch.zeros_like(rewards), zero[:, :0].sum(1), zero[:, :0].sum(1)
+    for t in reversed(range(rewards.shape[1])):
+        here = batch.mask[:, t] | (gap == "zero")
+        tail = torch.where(here, rewards[:, t] + gamma * value - values[:, t] + gamma * lam * tail, tail)
+        value = torch.where(here, values[:, t], value)
+        advantages[:, t] = torch.where(batch.mask[:, t], tail, zero[:, t])
+    return advantages
+
+
 def truncated_importance(batch: Batch, cap: float) -> Float[Tensor, "B T"]:
     """min(π_train/π_sampler, cap) per token at the weights that sampled: the sampler's mismatch, to be put on A.
 

@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from postrl.batch import Batch, unit_sum
+
 Matrix = Float[Tensor, "b t"]
 Mask = Bool[Tensor, "b t"]
 
@@ -67,6 +69,23 @@ def detached_ratio(
     """−sg(clip(r, floor, ceiling)) · A · log π: the gradient reaches every token (CISPO, arXiv 2506.13585)."""
     ratio = log_ratio(mask, logp, logp_old).exp().clamp(floor, ceiling).detach()
     return -ratio * on(mask, advantage) * on(mask, logp)
+
+
+def pooled(x: Matrix, batch: Batch) -> Matrix:
+    """sg(mean of x over the unit's sampled tokens) + x − sg(x): the unit's value with each token's own gradient.
+
+    Under weights and credit that are constant within a unit its gradient is that of the mean itself (GSPO's token form,
+    arXiv 2507.18071); otherwise every token answers for its own credit. `batch` must hold all rows of its units: a
+    method that pools declares atom="unit".
+    """
+    mean = unit_sum(x.detach(), batch) / batch.lengths().clamp(min=1)
+    return on(batch.mask, mean[batch.unit][:, None] + (x - x.detach()))
+
+
+def one_sided(log_ratio: Matrix, advantage: Matrix, low: float, high: float) -> Matrix:
+    """log r, cut at `high` where A > 0 and at −`low` where A < 0: PPO's clip in log space (GMPO, arXiv 2507.20673)."""
+    capped = torch.where(advantage > 0, log_ratio.clamp(max=high), log_ratio)
+    return torch.where(advantage < 0, capped.clamp(min=-low), capped)
 
 
 def nll(mask: Mask, logp: Matrix) -> Matrix:

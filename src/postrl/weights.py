@@ -35,6 +35,18 @@ def fixed_length(batch: Batch, length: int, count_empty: bool = False) -> Float[
     return sequence_sum(batch, count_empty) / length
 
 
+def mean_length(batch: Batch, count_empty: bool = False) -> float:
+    """Sampled tokens per unit: what `sequence_sum` sums to, and `fixed_length` times its L."""
+    lengths = batch.lengths()
+    return int(lengths.sum()) / _units(lengths, count_empty)
+
+
+def share_counted(batch: Batch, count_empty: bool = False) -> float:
+    """What `sequence_mean` sums to: 1, or the share of units with sampled tokens if empty ones are counted."""
+    lengths = batch.lengths()
+    return int((lengths > 0).sum()) / _units(lengths, count_empty)
+
+
 def _per_unit(batch: Batch, value: Float[Tensor, "N"]) -> Float[Tensor, "B T"]:
     return torch.where(batch.mask, value[batch.unit][:, None], torch.zeros_like(value[:1]))
 

@@ -1,9 +1,16 @@
-"""The shelf: one file per paper, by the name people say. `ls` this folder, or call `shelf()`."""
+"""The shelf: one file per paper, by the name people say. `ls` this folder, or call `shelf()`.
+
+A module holds `PAPER` and, if the paper is a policy-gradient method, a constructor named like the file that returns a
+`Method`. Any other module says in `NO_METHOD` what it is instead.
+"""
 
 import importlib
+import inspect
 import pkgutil
+from collections.abc import Callable
 from types import ModuleType
 
+from postrl.errors import UserError
 from postrl.method import Method
 
 
@@ -12,12 +19,21 @@ def shelf() -> dict[str, ModuleType]:
     return {m.name: importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)}
 
 
+def methods() -> dict[str, Callable[..., Method]]:
+    """The constructor of every policy-gradient method on the shelf, by stem."""
+    return {name: vars(module)[name] for name, module in shelf().items() if "NO_METHOD" not in vars(module)}
+
+
 def method(name: str, **options: object) -> Method:
     """The method a paper's file constructs, for example method("reco", cap=5.0).
 
-    Raises KeyError, naming the shelf, if there is no such method.
+    Raises UserError, naming the shelf or the method's options, if there is no such method or option.
     """
-    names = [m.name for m in pkgutil.iter_modules(__path__)]
-    if name not in names:
-        raise KeyError(f"no method {name!r} on the shelf; there are: {', '.join(names)}")
-    return getattr(importlib.import_module(f"{__name__}.{name}"), name)(**options)
+    constructors = methods()
+    if name not in constructors:
+        raise UserError(f"no method {name!r} on the shelf; choose one of: {', '.join(constructors)}")
+    known = inspect.signature(constructors[name]).parameters
+    wrong = [option for option in options if option not in known]
+    if wrong:
+        raise UserError(f"method {name!r} has no option {wrong[0]!r}; its options are: {', '.join(known) or 'none'}")
+    return constructors[name](**options)
