@@ -1,5 +1,6 @@
 """Worlds: an environment is one problem, used once; a task is a numbered supply of them."""
 
+import hashlib
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -8,6 +9,7 @@ from postrl.rewards.rubric import Rubric
 from postrl.rollout import Message
 
 Split = Literal["train", "test"]
+SPLIT_NUMBER: Mapping[Split, int] = {"train": 0, "test": 1}  # for seeds
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,23 @@ class Task(Protocol):
     @property
     def rubric(self) -> Rubric: ...
 
+    @property
+    def max_turns(self) -> int:
+        """Most turns of the policy in one environment; 1 for question and answer."""
+        ...
+
     def size(self, split: Split) -> int | None:
         """Number of distinct problems; None if unbounded."""
         ...
 
     def environment(self, split: Split, index: int) -> Environment: ...
+
+
+def content_hash(text: str) -> str:
+    """Name of a problem: 16 hexadecimal digits of the SHA-256 of its text, whatever its white space."""
+    return hashlib.sha256(" ".join(text.split()).encode()).hexdigest()[:16]
+
+
+def split_of(item: str, test_share: float = 0.1) -> Split:
+    """The split of a problem, from its content hash alone: the same in every run, for every seed and every order."""
+    return "test" if int(item, 16) / 16**16 < test_share else "train"
