@@ -1,0 +1,138 @@
+"""Attention over packed tokens in which rows that begin alike share their beginning.
+
+A token that follows a shared prefix attends to the prefix's keys and to its own row's keys. The two parts are computed
+apart and merged by their log-sum-exp; given the merged output and log-sum-exp, the backward pass of each part is exact
+on its own, so the keys and values of a prefix exist once whatever the number of rows that read them.
+"""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from postrl.policies.packing import Packed
+
+
+def rotate(x: Float[Tensor, "P H D"], cos: Float[Tensor, "P half"], sin: Float[Tensor, "P half"]) -> Tensor:
+    """Rotary embedding (Su et al. 2021, arXiv 2104.09864), first half of a head against its second half."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    out = torch.empty_like(x)
+    left, right = out.chunk(2, dim=-1)
+    torch.mul(first, cos, out=left).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=right).addcmul_(first, sin)
+    return out
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """softmax(q·kᵀ/√D + bias)·v and the log-sum-exp of its scores.
+
+    q [b, L, H, D]; k, v [b, M, kv, D], where H is a multiple of kv; bias broadcasts to [b, H, L, M].
+    Returns [b, L, H, D] and [b, L, H] (float32 if the inputs are bfloat16).
+    """
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if q.device.type == "cpu":
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = flash(q, k, v, 0.0, causal, attn_mask=bias)
+        return out.transpose(1, 2), lse.transpose(1, 2)
+    scores, values = _scores(q, k, causal, bias), _repeat(v, q.shape[1])
+    lse = scores.logsumexp(-1)
+    out = (scores - lse[..., None]).exp().to(q.dtype) @ values
+    return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def attend_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `attend` for q, k and v; shapes as there. `out` and `lse` may be those of a larger attention of
+    which these keys are a part. Scores are computed again."""
+    grad, q, k, v, out, lse = (x.transpose(1, 2) for x in (grad, q, k, v, out, lse))
+    if q.device.type == "cpu":
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        grads = flash(grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias)
+        return tuple(x.transpose(1, 2) for x in grads)
+    heads, share = q.shape[1], k.shape
+    keys, values = _repeat(k, heads), _repeat(v, heads)
+    weights = (_scores(q, k, causal, bias) - lse[..., None]).exp()
+    inner = weights * (grad @ values.mT - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
+    weights, inner = weights.to(q.dtype), inner.to(q.dtype)
+    grad_k, grad_v = (_gather(x, share) for x in (inner.mT @ q, weights.mT @ grad))
+    return (inner @ keys).transpose(1, 2), grad_k.transpose(1, 2), grad_v.transpose(1, 2)
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, bias: Tensor | None) -> Tensor:
+    scores = (q @ _repeat(k, q.shape[1]).mT) / math.sqrt(q.shape[-1])
+    if scores.dtype in (torch.bfloat16, torch.float16):
+        scores = scores.float()
+    if bias is not None:
+        scores = scores + bias
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    return scores
+
+
+def _repeat(x: Tensor, heads: int) -> Tensor:
+    return x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def _gather(x: Tensor, shape: torch.Size) -> Tensor:
+    return x.unflatten(1, (shape[1], -1)).sum(2)
+
+
+def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Attention over two disjoint sets of keys -> attention over both. Outputs [..., H, D], log-sum-exps [..., H]."""
+    (a, lse_a), (b, lse_b) = first, second
+    lse = torch.logaddexp(lse_a, lse_b)
+    weight = (lse_b - lse).exp_()[..., None].to(a.dtype)
+    return torch.lerp(a, b, weight), lse
+
+
+class PackedAttention(torch.autograd.Function):
+    """Rotary causal attention of packed q [P, H, D], k and v [P, kv, D] -> [P, H, D]."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, packed: Packed) -> Tensor:
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        outs, lses = [], []
+        for block, part in ((packed.prefixes, packed.prefix_part), (packed.rows, packed.row_part)):
+            if block.tokens:
+                out, lse = attend(*(block.pad(x[part]) for x in (q, k, v)), causal=True)
+                outs.append(block.unpad(out)), lses.append(block.unpad(lse))
+        out, lse = _cat(outs), _cat(lses)
+        if packed.cross.tokens:
+            queries, prefix = packed.cross.pad(q[packed.cross_part]), packed.prefix_part
+            keys, values = packed.prefixes.pad(k[prefix]), packed.prefixes.pad(v[prefix])
+            far = attend(queries, keys, values, bias=packed.bias(q.dtype))
+            near = out[packed.cross_part], lse[packed.cross_part]
+            both = merge(near, (packed.cross.unpad(far[0]), packed.cross.unpad(far[1])))
+            near[0].copy_(both[0]), near[1].copy_(both[1])
+        ctx.save_for_backward(q, k, v, out, lse, cos, sin)
+        ctx.packed = packed
+        return out
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, cos, sin = ctx.saved_tensors
+        packed: Packed = ctx.packed
+        parts = []
+        for block, part in ((packed.prefixes, packed.prefix_part), (packed.rows, packed.row_part)):
+            if block.tokens:
+                grads = attend_backward(*(block.pad(x[part]) for x in (grad, q, k, v, out, lse)), causal=True)
+                parts.append([block.unpad(x) for x in grads])
+        grad_q, grad_k, grad_v = (_cat(list(x)) for x in zip(*parts, strict=True))
+        if packed.cross.tokens:
+            cross, prefix = packed.cross_part, packed.prefix_part
+            padded_grad, queries, outs, lses = (packed.cross.pad(x[cross]) for x in (grad, q, out, lse))
+            keys, values = packed.prefixes.pad(k[prefix]), packed.prefixes.pad(v[prefix])
+            far = attend_backward(padded_grad, queries, keys, values, outs, lses, False, packed.bias(q.dtype))
+            grad_q[cross] += packed.cross.unpad(far[0])
+            grad_k[prefix] += packed.prefixes.unpad(far[1])
+            grad_v[prefix] += packed.prefixes.unpad(far[2])
+        return rotate(grad_q, cos, -sin), rotate(grad_k, cos, -sin), grad_v, None, None, None
+
+
+def _cat(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

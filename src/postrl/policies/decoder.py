@@ -1,0 +1,267 @@
+"""The fast decoder: Llama, SmolLM2, Qwen2 and Qwen3 in one short file, for training and (in sampler.py) sampling.
+
+Modules and parameters carry Hugging Face's names, so checkpoints are read and written bit for bit and adapters find
+their layers. Training runs on packed tokens: no padding, shared prefixes once, and only positions that predict a
+sampled token meet the head.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from postrl.batch import Batch
+from postrl.errors import UserError
+from postrl.method import Forward
+from postrl.policies import checkpoint_io as files
+from postrl.policies.attention import PackedAttention
+from postrl.policies.decoder_config import DecoderConfig, inverse_frequencies
+from postrl.policies.head import head, logits
+from postrl.policies.packing import Packed, pack
+
+if TYPE_CHECKING:
+    from postrl.policies.sampler import DecoderSampler
+
+PARTS = frozenset({"entropy", "logits", "hidden"})
+
+
+class Norm(nn.Module):
+    """Root-mean-square normalisation (Zhang and Sennrich 2019, arXiv 1910.07467), computed in float32 at least."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Normalise.apply(x, self.weight, self.eps)
+
+
+class _Normalise(torch.autograd.Function):
+    """y = w·x·r with r = 1/√(mean x² + ε); by hand, because autograd would keep three more copies of x."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):  # noqa: ANN001
+        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        scale = wide.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).to(x.dtype).mul_(weight)
+
+    @staticmethod
+    def backward(ctx, grad):  # noqa: ANN001
+        x, weight, scale = ctx.saved_tensors
+        unit = x * scale
+        grad_weight = (grad * unit).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        inner = grad * weight
+        mean = torch.linalg.vecdot(inner, unit).div_(x.shape[-1])[..., None]
+        return inner.sub_(unit.mul_(mean)).mul_(scale).to(x.dtype), grad_weight, None
+
+
+class _Gate(torch.autograd.Function):
+    """silu(gate)·up (Shazeer 2020, arXiv 2002.05202); keeps its two inputs and nothing else."""
+
+    @staticmethod
+    def forward(ctx, gate, up):  # noqa: ANN001
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx, grad):  # noqa: ANN001
+        gate, up = ctx.saved_tensors
+        grad_up = F.silu(gate).mul_(grad)
+        return torch.ops.aten.silu_backward(grad * up, gate), grad_up
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        size, wide, narrow = config.head_size, config.heads * config.head_size, config.kv_heads * config.head_size
+        self.size = size
+        self.q_proj = nn.Linear(config.hidden, wide, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden, narrow, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden, narrow, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(wide, config.hidden, bias=config.output_bias)
+        self.q_norm = Norm(size, config.norm_eps) if config.qk_norm else None
+        self.k_norm = Norm(size, config.norm_eps) if config.qk_norm else None
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed) -> Tensor:
+        q, k, v = (project(x).unflatten(-1, (-1, self.size)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return self.o_proj(PackedAttention.apply(q, k, v, cos, sin, packed).flatten(1))
+
+
+class Mlp(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden, config.intermediate, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden, config.intermediate, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate, config.hidden, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(_Gate.apply(self.gate_proj(x), self.up_proj(x)))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(config.hidden, config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = Norm(config.hidden, config.norm_eps)
+        self.mlp = Mlp(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, packed)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Trunk(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocabulary, config.hidden)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.norm = Norm(config.hidden, config.norm_eps)
+
+
+class Decoder(nn.Module):
+    """A policy (policies/base.py). Make one with `load` or `random`.
+
+    compute_dtype: type of the matrix products; weights, residual stream, norms and sums keep theirs. None = the weights'.
+    recompute: run each layer again in the backward pass instead of keeping its activations.
+    """
+
+    def __init__(self, config: DecoderConfig, compute_dtype: torch.dtype | None = None, recompute: bool = False) -> None:
+        super().__init__()
+        self.config, self.compute_dtype, self.recompute = config, compute_dtype, recompute
+        self.source: Path | None = None
+        self.model = Trunk(config)
+        self.lm_head = None if config.tied else nn.Linear(config.hidden, config.vocabulary, bias=False)
+        self.register_buffer("frequencies", inverse_frequencies(config), persistent=False)
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        dtype: torch.dtype | None = None,
+        compute_dtype: torch.dtype | None = None,
+        recompute: bool = False,
+    ) -> Self:
+        """A Hugging Face folder; dtype None keeps the stored type of most weights.
+
+        Raises UserError naming the file, option or tensor that does not fit.
+        """
+        config = DecoderConfig.from_huggingface(files.read_json(folder / "config.json"))
+        tensors = _fitting(files.read_tensors(folder), config, folder)
+        dtype = dtype or files.storage(tensors)
+        with torch.device("meta"):
+            decoder = cls(config, compute_dtype, recompute)
+        decoder.frequencies = inverse_frequencies(config)
+        wanted = {name: parameter.shape for name, parameter in decoder.named_parameters()}
+        for name, shape in wanted.items():
+            if name not in tensors:
+                raise UserError(f"{folder} has no tensor {name!r}, which its config.json calls for")
+            if tensors[name].shape != shape:
+                raise UserError(f"{folder}: {name!r} is {list(tensors[name].shape)}, its config.json says {list(shape)}")
+        if extra := sorted(set(tensors) - set(wanted)):
+            raise UserError(f"{folder} holds {extra[0]!r}, which a {config.model_type} decoder has not; use engine 'hf'")
+        decoder.load_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()}, assign=True)
+        decoder.requires_grad_(True)
+        decoder.source = folder
+        return decoder
+
+    @classmethod
+    def random(cls, config: DecoderConfig, seed: int, dtype: torch.dtype = torch.float32) -> Self:
+        """Normal weights of standard deviation 0.02 (smaller before the residual stream, as in GPT-2), zero biases."""
+        decoder = cls(config).to(dtype)
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in decoder.named_parameters():
+            inner = name.endswith(("o_proj.weight", "down_proj.weight"))
+            if parameter.ndim == 2:
+                deviation = 0.02 / (2 * config.layers) ** 0.5 if inner else 0.02
+                nn.init.normal_(parameter, std=deviation, generator=generator)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+        return decoder
+
+    @property
+    def context_length(self) -> int:
+        return self.config.context
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, hidden]."""
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def forward(self, batch: Batch, want: frozenset[str] = frozenset()) -> Forward:
+        """Log-probabilities [B, T] (nats) of masked tokens at the rows' temperature (0 is read as 1), 0 elsewhere.
+
+        want: "entropy" [B, T] nats, "hidden" [B, T, d] and "logits" [B, T, V] that predict each masked token.
+        Raises ValueError for an unknown wish or a batch that `packing.pack` refuses.
+        """
+        if unknown := want - PARTS:
+            raise ValueError(f"the decoder cannot give {sorted(unknown)}; it has {sorted(PARTS)}")
+        packed = pack(batch)
+        hidden = self.hidden(packed)[packed.source]
+        temperature = batch.temperature[packed.row]
+        temperature = torch.where(temperature == 0, torch.ones_like(temperature), temperature)
+        targets = batch.tokens[packed.row, packed.column]
+        product = self.compute_dtype or self.head_weight.dtype
+        logp, entropy = head(hidden, self.head_weight, targets, temperature, "entropy" in want, product)
+        whole = logits(hidden, self.head_weight, temperature) if "logits" in want else None
+        return Forward(
+            logp=packed.grid(logp, batch),
+            entropy=None if entropy is None else packed.grid(entropy, batch),
+            logits=None if whole is None else packed.grid(whole, batch),
+            hidden=packed.grid(hidden, batch) if "hidden" in want else None,
+        )
+
+    def hidden(self, packed: Packed) -> Float[Tensor, "P d"]:
+        """Normalised last hidden state of every packed token."""
+        cos, sin = self.rotation(packed.positions)
+        x = self.model.embed_tokens(packed.tokens)
+        product = self.compute_dtype or x.dtype
+        with torch.autocast(x.device.type, dtype=product, enabled=product != x.dtype):
+            for layer in self.model.layers if len(x) else ():
+                if self.recompute and torch.is_grad_enabled():
+                    x = checkpoint(layer, x, cos, sin, packed, use_reentrant=False)
+                else:
+                    x = layer(x, cos, sin, packed)
+            return self.model.norm(x)
+
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [P, head_size / 2] of rotary positions, in the weights' type."""
+        angles = positions[:, None].float() * self.frequencies.float()
+        dtype = self.model.norm.weight.dtype
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def sampler(self, slots: int = 64) -> "DecoderSampler":
+        """Samples `slots` completions at a time from the present weights."""
+        from postrl.policies.sampler import DecoderSampler
+
+        return DecoderSampler(self, slots)
+
+    def save(self, folder: Path, shard_bytes: int = 5 * 10**9) -> None:
+        """A Hugging Face folder. Tokenizer and generation config come from the folder this decoder was loaded from."""
+        folder.mkdir(parents=True, exist_ok=True)
+        dtype = self.model.norm.weight.dtype
+        if self.source is not None:
+            files.copy_rest(self.source, folder)
+            config = files.read_json(self.source / "config.json")
+            kept = "dtype" if "dtype" in config else "torch_dtype"
+            files.write_json(folder / "config.json", {**config, kept: str(dtype).removeprefix("torch.")})
+        else:
+            files.write_json(folder / "config.json", self.config.to_huggingface(dtype))
+        files.write_tensors(folder, dict(self.named_parameters()), shard_bytes)
+
+
+def _fitting(tensors: Mapping[str, Tensor], config: DecoderConfig, folder: Path) -> dict[str, Tensor]:
+    """Without what some checkpoints repeat: a tied head, rotary frequencies."""
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+    if config.tied and "lm_head.weight" in kept:
+        if not torch.equal(kept.pop("lm_head.weight"), kept["model.embed_tokens.weight"]):
+            raise UserError(f"{folder}: config.json ties the head to the embeddings, but its tensors differ")
+    return kept
