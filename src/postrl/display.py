@@ -15,8 +15,10 @@ class Display:
     def __init__(self, steps: int, title: str = "", console: Console | None = None):
         self.console = console or Console()
         self.title, self.steps = title, steps
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self.bar = Progress(*columns, TextColumn("{task.fields[figures]}"), console=self.console)
+        title_column = TextColumn("{task.description}", markup=False)  # a title may hold brackets
+        columns = (title_column, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        figures_column = TextColumn("{task.fields[figures]}", markup=False)
+        self.bar = Progress(*columns, figures_column, console=self.console)
         self.task = self.bar.add_task(title or "training", total=steps, figures="")
 
     def __enter__(self) -> Self:
@@ -35,8 +37,8 @@ class Display:
         if not self.console.is_terminal:
             self.say(f"step {step}/{self.steps}  {figures}  {metrics['time/step']:.1f} s")
 
-    def evaluation(self, step: int, metrics: Mapping[str, object]) -> None:
-        figures = " ".join(f"{name} {value:.3f}" for name, value in metrics.items() if isinstance(value, float))
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        figures = " ".join(f"{name} {value:.3f}" for name, value in metrics.items())
         self.say(f"evaluation after step {step}: {figures}")
 
     def say(self, text: str) -> None:

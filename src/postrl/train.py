@@ -21,6 +21,7 @@ from postrl.checkpoint import Progress, Stateful
 from postrl.display import Display
 from postrl.enrich import forward_all, reference_logp
 from postrl.errors import UserError
+from postrl.evaluate import Evaluation
 from postrl.interrupt import Interrupt, memory_guard
 from postrl.method import Method
 from postrl.optimise import Seen, Trainer, update
@@ -33,7 +34,7 @@ from postrl.terms import reference_kl
 
 Source = Callable[[int], list[Rollout]]
 Enricher = Callable[[Batch], Batch]
-Evaluate = Callable[[], Mapping[str, object]]
+Evaluate = Callable[[], Evaluation]
 FREE = frozenset({"steps", "checkpoint_every", "evaluate_every", "warn_constant"})  # may change on resume
 
 
@@ -56,7 +57,7 @@ def train(
     reference: nn.Module | None = None,
     enrich: Sequence[Enricher] = (),
     evaluate: Evaluate | None = None,
-    before: Mapping[str, object] | None = None,
+    before: Evaluation | None = None,
     states: Mapping[str, Stateful] | None = None,
     parameters: Callable[[nn.Module], list[dict]] | None = None,
     describe: Mapping[str, object] | None = None,
@@ -67,9 +68,10 @@ def train(
     """Train `policy` by `method` on the rollouts of `source`, and leave a run in `folder`.
 
     source(step) gives the rollouts of a step: on-policy collection or a dataset. reference is a frozen policy for
-    `kl_coef`. evaluate() returns a JSON-able record with a "metrics" mapping; `before` is its answer for the untrained
-    policy if that is known already. states join the checkpoint. parameters(policy) gives the optimiser's parameter
-    groups; everything that requires a gradient by default. describe goes into `run.json`.
+    `kl_coef`. evaluate() measures the policy; `before` is its answer for the untrained policy if that is known already.
+    The first k of its pass@k decides which checkpoint is the best. states join the checkpoint. parameters(policy)
+    gives the optimiser's parameter groups, by default everything that requires a gradient. describe goes into
+    `run.json`.
     SIGINT and SIGTERM finish the step, save, and return status "interrupted".
 
     Raises UserError for options that cannot be right, a folder that holds another run, a damaged checkpoint, a full
@@ -136,9 +138,9 @@ class Loop:
     metrics: Metrics
     display: Display
 
-    def run(self, progress: Progress, evaluate: Evaluate | None, before: Mapping[str, object] | None) -> Result:
+    def run(self, progress: Progress, evaluate: Evaluate | None, before: Evaluation | None) -> Result:
         if evaluate is not None and progress.step == 0:
-            self._record_evaluation(progress, before if before is not None else evaluate())
+            progress = self._record_evaluation(progress, before if before is not None else evaluate())
         with Interrupt() as interrupt:
             while progress.step < self.settings.steps and not interrupt.asked:
                 progress = self._guarded_step(progress)
@@ -246,14 +248,13 @@ class Loop:
             )
         return replace(progress, step=step, update=progress.update + planned, constant=constant)
 
-    def _record_evaluation(self, progress: Progress, evaluation: Mapping[str, object]) -> Progress:
-        metrics = evaluation["metrics"]
-        assert isinstance(metrics, Mapping)
-        self.metrics.write({"step": progress.step, "evaluation": dict(evaluation)})
-        self.accelerator.log({f"evaluation/{k}": v for k, v in metrics.items()}, step=progress.step)
+    def _record_evaluation(self, progress: Progress, evaluation: Evaluation) -> Progress:
+        metrics = {f"pass@{k}": value for k, value in evaluation.pass_at.items()}
+        self.metrics.write({"step": progress.step, "evaluation": evaluation.to_json()})
+        self.accelerator.log({f"evaluation/{name}": value for name, value in metrics.items()}, step=progress.step)
         self.display.evaluation(progress.step, metrics)
-        score = float(next(iter(metrics.values())))
-        if progress.best is not None and score <= progress.best:
+        score = next(iter(metrics.values()))
+        if progress.best is not None and not score > progress.best:
             return progress
         return replace(progress, best=score, best_step=progress.step)
 
