@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -36,6 +36,7 @@ class Completion:
     stop: Stop  # FINISHED by a stop token, TRUNCATED by max_tokens or the context's end
 
 
+@runtime_checkable
 class Sampler(Protocol):
     """Draws completions with random numbers from `numpy.random.default_rng(key)`: results do not depend on batching."""
 
@@ -59,6 +60,7 @@ class Sampler(Protocol):
         ...
 
 
+@runtime_checkable
 class Policy(Protocol):
     """A language model as the trainer sees it; in practice a `torch.nn.Module`."""
 
@@ -80,6 +82,7 @@ class Policy(Protocol):
         ...
 
 
+@runtime_checkable
 class Renderer(Protocol):
     """Text <-> tokens. A turn that exists as tokens is never tokenised again."""
 
