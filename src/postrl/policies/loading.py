@@ -6,7 +6,6 @@ JSON are read: nothing is unpickled and no code from a model's repository runs.
 
 import hashlib
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -19,8 +18,13 @@ import torch
 from torch import Tensor
 
 from postrl.errors import UserError
+from postrl.policies import checkpoint_io as files
 from postrl.policies.base import Policy, Renderer
-from postrl.policies.lora import LoRA
+from postrl.policies.chat import ChatTemplate, PlainText, end_tokens, load_tokenizer
+from postrl.policies.decoder import Decoder
+from postrl.policies.decoder_config import DecoderConfig
+from postrl.policies.hf import HuggingFacePolicy
+from postrl.policies.lora import LoRA, LoRADecoder
 
 Engine = Literal["auto", "decoder", "hf"]
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -87,21 +91,6 @@ def cache() -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "postrl"
 
 
-def read_json(path: Path) -> dict[str, object]:
-    """A JSON object from a file. Raises UserError naming the file if it is missing or damaged."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{path.parent} is not a Hugging Face model folder: it has no {path.name}; {_CHOICES}"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({error}); restore it from the original model") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path} is damaged (not a JSON object); restore it from the original model")
-    return found
-
-
 def _checked(folder: Path) -> Path:
     """The folder itself, if it is a model's or an adapter's; a folder that only holds one GGUF file is converted."""
     if (folder / "adapter_config.json").exists():
@@ -111,7 +100,8 @@ def _checked(folder: Path) -> Path:
         if len(ggufs) > 1:
             raise UserError(f"{folder} holds {len(ggufs)} .gguf files; name one of them, such as {ggufs[0]}")
         return _from_gguf(ggufs[0])
-    read_json(folder / "config.json")
+    if not (folder / "config.json").exists():
+        raise UserError(f"{folder} is not a Hugging Face model folder: it has no config.json; {_CHOICES}")
     if not any(folder.glob("*.safetensors")):
         raise UserError(f"{folder} holds no .safetensors file; save the model with transformers' save_pretrained "
                         "(other weight formats can run code when they are read)")  # fmt: skip
@@ -206,7 +196,7 @@ def _base_of(folder: Path) -> tuple[Path, Path | None]:
     """Model folder and adapter folder of what `resolve` found."""
     if not (folder / "adapter_config.json").exists():
         return folder, None
-    base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+    base = files.read_json(folder / "adapter_config.json").get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise UserError(f"{folder / 'adapter_config.json'} does not name its base model (base_model_name_or_path)")
     found = resolve(base)
@@ -216,24 +206,22 @@ def _base_of(folder: Path) -> tuple[Path, Path | None]:
 
 
 def _renderer(folder: Path, base: Path, kind: Literal["chat", "plain"]) -> Renderer:
-    from postrl.policies.chat import ChatTemplate, PlainText, end_tokens, load_tokenizer
-
     make = ChatTemplate if kind == "chat" else PlainText
     return make(load_tokenizer(folder), end_tokens(base))
 
 
 def _decoder_runs(folder: Path) -> bool:
-    from postrl.policies.decoder import supports
-
-    return supports(read_json(folder / "config.json"))
+    """Whether the decoder has this architecture; the reason why not is shown to whoever asks for it by name."""
+    try:
+        DecoderConfig.from_huggingface(files.read_json(folder / "config.json"))
+    except UserError:
+        return False
+    return True
 
 
 def _load_decoder(
     base: Path, adapter: Path | None, lora: LoRA | None, dtype: torch.dtype, device: torch.device, seed: int
 ) -> Policy:
-    from postrl.policies.decoder import Decoder
-    from postrl.policies.lora import LoRADecoder
-
     decoder = Decoder.load(base, dtype=dtype).to(device)
     if adapter is not None:
         return LoRADecoder.load(adapter, decoder, base)
@@ -243,8 +231,6 @@ def _load_decoder(
 def _load_hf(
     base: Path, adapter: Path | None, lora: LoRA | None, dtype: torch.dtype, device: torch.device, seed: int
 ) -> Policy:
-    from postrl.policies.hf import HuggingFacePolicy
-
     policy = HuggingFacePolicy.load(base, dtype=dtype).to(device)
     if adapter is not None:
         return policy.with_adapter(adapter)
