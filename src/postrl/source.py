@@ -17,7 +17,8 @@ from postrl.errors import UserError
 from postrl.policies.base import Policy, Renderer, Sampler, Sampling
 from postrl.rollout import Rollout
 
-FINGERPRINTED = 10_000  # problems of a split that a fingerprint looks at
+FINGERPRINTED = 10_000  # problems of a finite split that a fingerprint looks at
+FINGERPRINTED_UNBOUNDED = 100  # of a generated one, which is the same everywhere or nowhere
 
 
 class Source(Protocol):
@@ -55,8 +56,7 @@ class OnPolicy:
         for name, value in (("groups_per_step", groups_per_step), ("group_size", group_size)):
             if value < 1:
                 raise UserError(f"{name} is {value}; it must be at least 1")
-        if task.size("train") == 0:
-            raise UserError(f"task {task.name!r} has no training problems; give it more problems or another test_share")
+        task.environment("train", 0)  # raises for an empty split, before anything is loaded or trained
         self.task, self.policy, self.renderer = task, policy, renderer
         self.groups_per_step, self.group_size = groups_per_step, group_size
         self.sampling, self.seed, self.position = sampling, seed, 0
@@ -172,12 +172,12 @@ def fit(limits: Limits, policy: Policy) -> Limits:
 
 
 def fingerprint(task: Task) -> str:
-    """A hash of the task's name, sizes, reward names and problems (the first FINGERPRINTED of each split)."""
+    """A hash of the task's name, sizes, reward names and first problems."""
     parts: list[object] = [task.name, list(task.rubric.names)]
     splits: tuple[Split, ...] = ("train", "test")
     for split in splits:
         size = task.size(split)
-        known = FINGERPRINTED if size is None else min(size, FINGERPRINTED)
+        known = FINGERPRINTED_UNBOUNDED if size is None else min(size, FINGERPRINTED)
         parts += [size, [_problem(task, split, index) for index in range(known)]]
     return _digest(parts)
 
