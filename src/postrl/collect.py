@@ -18,8 +18,8 @@ from itertools import groupby
 from postrl.batch import Stop
 from postrl.envs.base import Environment, Step
 from postrl.errors import UserError
-from postrl.foreign import TimedOut, background_loop, call
 from postrl.policies.base import Completion, Key, Renderer, Sampler, Sampling
+from postrl.rewards.foreign import TimedOut, background_loop, call
 from postrl.rewards.rubric import CALLS, Rubric, gather, score_group, score_rollout
 from postrl.rollout import Message, Rollout, Turn
 
@@ -40,9 +40,8 @@ class Limits:
     calls: int = CALLS  # steps and reward functions at work at the same time
 
     def __post_init__(self) -> None:
-        for name in ("max_turns", "max_context", "calls"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if min(self.max_turns, self.max_context, self.calls) < 1 or self.step_timeout <= 0:
+            raise UserError(f"{self}: every limit must be positive")
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,8 @@ def whole_text(text: str) -> str | None:
 
 def last_number(text: str) -> str | None:
     """The last number that stands in the text, as in "4 + 3 = 7." -> "7"; commas between thousands are taken out."""
-    last = None
-    for last in _IN_TEXT.finditer(text.replace("−", "-")):
-        pass
-    return None if last is None else last.group().replace(",", "")
+    found = _IN_TEXT.findall(text.replace("−", "-"))
+    return found[-1].replace(",", "") if found else None
 
 
 def tagged(text: str) -> str | None:

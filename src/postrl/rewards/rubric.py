@@ -12,7 +12,7 @@ from typing import Literal
 
 from postrl.batch import Stop
 from postrl.errors import UserError
-from postrl.foreign import TimedOut, call
+from postrl.rewards.foreign import TimedOut, call
 from postrl.rollout import Rollout
 
 Score = float | None  # None = missing: the unit leaves every statistic
