@@ -79,9 +79,9 @@ def units(batch: Batch, x: torch.Tensor) -> list[list[float]]:
     return lists
 
 
-def poisoned(batch: Batch, x: torch.Tensor, poison: float = float("nan")) -> torch.Tensor:
+def poisoned(mask: torch.Tensor, x: torch.Tensor, poison: float = float("nan")) -> torch.Tensor:
     """x on the mask, `poison` off it."""
-    return torch.where(batch.mask, x, torch.full_like(x, poison))
+    return torch.where(mask, x, torch.full_like(x, poison))
 
 
 class Operations(TorchDispatchMode):

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from builders import Operations, no_float_casts, poisoned, ragged_batch, units
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from builders import Operations, no_float_casts, poisoned, ragged_batch, units
 from postrl import advantages as adv
 
 NAN = math.nan
@@ -137,9 +137,8 @@ class TestMissing:
     def total(self, weights: list[float], missing: str = "exclude", rewards: Tensor | None = None) -> list[float]:
         rewards = self.rewards if rewards is None else rewards
         batch = ragged_batch(0)
-        batch = replace(
-            batch.select(torch.arange(batch.size) < len(rewards)), rewards=rewards, reward_weights=torch.ones(2).double()
-        )
+        few = batch.select(torch.arange(batch.size) < len(rewards))
+        batch = replace(few, rewards=rewards, reward_weights=torch.ones(2).double())
         return adv.total_reward(batch, torch.tensor(weights, dtype=torch.float64), missing).tolist()  # type: ignore
 
     def test_a_unit_that_lacks_a_component_is_missing(self):
@@ -211,13 +210,14 @@ def test_work_in_torch_operations_does_not_grow_with_the_number_of_groups(baseli
 def test_unit_mean_against_a_loop(seed: int):
     batch = ragged_batch(seed)
     expected = [math.fsum(values) / max(len(values), 1) for values in units(batch, batch.logp_old)]
-    check(adv.unit_mean(poisoned(batch, batch.logp_old), batch), expected)
+    check(adv.unit_mean(poisoned(batch.mask, batch.logp_old), batch), expected)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_truncated_importance_against_a_loop(seed: int):
     batch = ragged_batch(seed)
-    poison = replace(batch, logp_old=poisoned(batch, batch.logp_old), logp_sampler=poisoned(batch, batch.logp_sampler))
+    old, sampler = (poisoned(batch.mask, x) for x in (batch.logp_old, batch.logp_sampler))
+    poison = replace(batch, logp_old=old, logp_sampler=sampler)
     factor = adv.truncated_importance(poison, cap=1.1)
     for b in range(factor.shape[0]):
         for t in range(factor.shape[1]):

@@ -2,9 +2,9 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from builders import poisoned, ragged_batch, rollout, units
 from torch import Tensor
 
+from builders import poisoned, ragged_batch, rollout, units
 from postrl.batch import ROW_FIELDS, UNIT_FIELDS, Batch, spread, unit_sum
 from postrl.rollout import collate
 
@@ -81,7 +81,7 @@ def test_select_all_and_none():
 def test_unit_sum_and_lengths_against_a_loop(seed: int):
     batch = ragged_batch(seed)
     lists = units(batch, batch.logp_old)
-    sums = unit_sum(poisoned(batch, batch.logp_old), batch)
+    sums = unit_sum(poisoned(batch.mask, batch.logp_old), batch)
     assert sums.tolist() == pytest.approx([sum(values) for values in lists], abs=1e-12)
     assert batch.lengths().tolist() == [len(values) for values in lists]
 

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import ragged_rollouts, rollout
 
+from builders import ragged_rollouts, rollout
 from postrl.batch import Kind, Stop
 from postrl.errors import UserError
 from postrl.rollout import Rollout, Turn, collate, read_jsonl, write_jsonl
@@ -133,7 +133,7 @@ def test_rollouts_that_do_not_fit_together_are_named(odd: dict):
 
 def test_jsonl_round_trip(tmp_path: Path):
     rollouts = ragged_rollouts(0)
-    rollouts[0].contexts[0][0].text = "line\nbreak \u2028 \x85 é ∑ \"quoted\""
+    rollouts[0].contexts[0][0].text = 'line\nbreak \u2028 \x85 é ∑ "quoted"'
     rollouts[1].messages, rollouts[1].info = [{"role": "user", "content": "2+2?"}], {"answer": 4, "hard": [1.5, None]}
     rollouts[2].kind, rollouts[2].stop = Kind.PAIR, Stop.ERROR
     path = tmp_path / "rollouts.jsonl"

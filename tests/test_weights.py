@@ -2,9 +2,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from builders import Operations, no_float_casts, ragged_batch, rollout
 from torch import Tensor
 
+from builders import Operations, no_float_casts, ragged_batch, rollout
 from postrl import weights
 from postrl.batch import Batch
 from postrl.rollout import collate
