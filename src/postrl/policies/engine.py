@@ -1,0 +1,177 @@
+"""The decoder's arithmetic while sampling: prompts and extensions (many tokens each), decode steps (one token each)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from postrl.policies.attention import attend, merge, rotate
+from postrl.policies.cache import Cache, Prefix
+from postrl.policies.decoder import Decoder, Layer
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerWeights:
+    qkv: Product
+    out: Product
+    gate_up: Product
+    down: Product
+    layer: Layer  # for its norms
+
+
+def fuse(*linears: nn.Module, dtype: torch.dtype) -> Product:
+    """Linear layers of one input as one product. A module other than nn.Linear (an adapter) must have `weight` and
+    `bias`: what it amounts to now."""
+    weights = [linear.weight.detach().to(dtype) for linear in linears]
+    biases = [linear.bias.detach().to(dtype) for linear in linears if linear.bias is not None]
+    if len(weights) == 1:
+        return Product(weights[0], biases[0] if biases else None)
+    return Product(torch.cat(weights), torch.cat(biases) if biases else None)
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """New tokens of one context: `past` keys and values [layers, kv, m, D] come before them."""
+
+    tokens: list[int]
+    past: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def start(self) -> int:
+        return 0 if self.past is None else self.past[0].shape[2]
+
+
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """Which of n decoding rows read which prefix: rows `order[a:b]` read `prefix`, for each (prefix, a, b)."""
+
+    order: Tensor  # int64 [m]
+    parts: list[tuple[Prefix, int, int]]
+
+
+class Engine:
+    """The weights of a decoder, fused for sampling. Made anew when they change."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+        self.dtype = decoder.compute_dtype or decoder.head_weight.dtype
+        config, dtype = decoder.config, self.dtype
+        self.heads, self.kv, self.size = config.heads, config.kv_heads, config.head_size
+        self.layers = [self._layer(layer, dtype) for layer in decoder.model.layers]
+        self.head = decoder.head_weight.detach().to(dtype)
+
+    def _layer(self, layer: Layer, dtype: torch.dtype) -> LayerWeights:
+        attention, mlp = layer.self_attn, layer.mlp
+        return LayerWeights(
+            qkv=fuse(attention.q_proj, attention.k_proj, attention.v_proj, dtype=dtype),
+            out=fuse(attention.o_proj, dtype=dtype),
+            gate_up=fuse(mlp.gate_proj, mlp.up_proj, dtype=dtype),
+            down=fuse(mlp.down_proj, dtype=dtype),
+            layer=layer,
+        )
+
+    def _project(self, weights: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        attention = weights.layer.self_attn
+        qkv = weights.qkv(weights.layer.input_layernorm(x).to(self.dtype)).unflatten(-1, (-1, self.size))
+        q, k, v = qkv.split((self.heads, self.kv, self.kv), 1)
+        if attention.q_norm is not None and attention.k_norm is not None:
+            q, k = attention.q_norm(q).to(self.dtype), attention.k_norm(k).to(self.dtype)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def _rest(self, weights: LayerWeights, x: Tensor, attended: Tensor) -> Tensor:
+        x = x + weights.out(attended.flatten(1))
+        gate, up = weights.gate_up(weights.layer.post_attention_layernorm(x).to(self.dtype)).chunk(2, -1)
+        return x + weights.down(F.silu(gate).mul_(up))
+
+    def _logits(self, x: Tensor) -> Tensor:
+        logits = self.decoder.model.norm(x).to(self.dtype) @ self.head.T
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def _start(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        cos, sin = self.decoder.rotation(positions)
+        return F.embedding(tokens, self.decoder.model.embed_tokens.weight), cos.to(self.dtype), sin.to(self.dtype)
+
+    @torch.no_grad()
+    def prefill(self, spans: Sequence[Span]) -> tuple[Float[Tensor, "spans V"], list[tuple[Tensor, Tensor]]]:
+        """Logits after each span's last token; keys and values [layers, kv, tokens, D] of its tokens."""
+        device, lengths = self.head.device, [len(span.tokens) for span in spans]
+        tokens = torch.tensor([token for span in spans for token in span.tokens], device=device)
+        places = [torch.arange(span.start, span.start + len(span.tokens), device=device) for span in spans]
+        x, cos, sin = self._start(tokens, torch.cat(places))
+        made: list[list[tuple[Tensor, Tensor]]] = [[] for _ in spans]
+        for number, weights in enumerate(self.layers):
+            q, k, v = self._project(weights, x, cos, sin)
+            attended = []
+            for i, parts in enumerate(zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)):
+                attended.append(_attend_span(*parts, spans[i], number))
+                made[i].append((parts[1].transpose(0, 1), parts[2].transpose(0, 1)))
+            x = self._rest(weights, x, torch.cat(attended))
+        ends = torch.tensor(lengths, device=device).cumsum(0) - 1
+        stacked = [(torch.stack([k for k, _ in own]), torch.stack([v for _, v in own])) for own in made]
+        return self._logits(x[ends]), stacked
+
+    @torch.no_grad()
+    def decode(
+        self, tokens: Tensor, positions: Tensor, lengths: Tensor, cache: Cache, shared: Shared | None
+    ) -> Float[Tensor, "n V"]:
+        """Logits after one more token in each of the first n slots.
+
+        tokens, positions, lengths int64 [n]: the token, its position in the context, tokens already in its slot.
+        """
+        n, room = len(tokens), cache.room
+        x, cos, sin = self._start(tokens, positions)
+        longest = int(lengths.max()) + 1
+        rows = torch.arange(n * self.kv, device=tokens.device).view(n, self.kv) * room
+        place = (rows + lengths[:, None]).flatten()
+        hidden = torch.arange(longest, device=tokens.device) > lengths[:, None]
+        bias = torch.zeros(hidden.shape, dtype=self.dtype, device=tokens.device).masked_fill_(hidden, -torch.inf)
+        bias = bias[:, None, None]
+        for number, weights in enumerate(self.layers):
+            q, k, v = self._project(weights, x, cos, sin)
+            keys, values = cache.keys[number], cache.values[number]
+            keys.view(-1, self.size).index_copy_(0, place, k.reshape(-1, self.size))
+            values.view(-1, self.size).index_copy_(0, place, v.reshape(-1, self.size))
+            keys, values = keys[:n, :, :longest].transpose(1, 2), values[:n, :, :longest].transpose(1, 2)
+            out, lse = attend(q[:, None], keys, values, bias=bias)
+            out, lse = out[:, 0], lse[:, 0]
+            if shared is not None:
+                out = _attend_shared(q, out, lse, shared, number)
+            x = self._rest(weights, x, out)
+        return self._logits(x)
+
+
+def _attend_span(q: Tensor, k: Tensor, v: Tensor, span: Span, layer: int) -> Tensor:
+    """[n, H, D] for one span's n tokens."""
+    if span.past is None:
+        return attend(q[None], k[None], v[None], causal=True)[0][0]
+    past_k, past_v = (x[layer].transpose(0, 1) for x in span.past)
+    n, start = len(q), span.start
+    later = torch.ones(n, start + n, dtype=torch.bool, device=q.device).triu(start + 1)
+    bias = torch.zeros(later.shape, dtype=q.dtype, device=q.device).masked_fill_(later, -torch.inf)
+    keys, values = torch.cat([past_k, k])[None], torch.cat([past_v, v])[None]
+    return attend(q[None], keys, values, bias=bias[None, None])[0][0]
+
+
+def _attend_shared(q: Tensor, out: Tensor, lse: Tensor, shared: Shared, layer: int) -> Tensor:
+    """Attention over a row's own keys -> over those and its prefix's. q, out [n, H, D], lse [n, H]."""
+    queries = q[shared.order]
+    far = [
+        attend(queries[None, a:b], prefix.keys[layer].transpose(0, 1)[None], prefix.values[layer].transpose(0, 1)[None])
+        for prefix, a, b in shared.parts
+    ]
+    outs, lses = (torch.cat([part[i][0] for part in far]) for i in (0, 1))
+    near = out[shared.order], lse[shared.order]
+    both = merge(near, (outs, lses))[0]
+    return out.index_copy(0, shared.order, both)
