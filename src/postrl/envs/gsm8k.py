@@ -1,4 +1,4 @@
-"""Grade-school word problems: GSM8K (Cobbe et al., arXiv 2110.14168) from the Hugging Face hub or a local JSONL file."""
+"""Grade-school word problems, GSM8K (Cobbe et al., arXiv 2110.14168), from the Hugging Face hub or a JSONL file."""
 
 import importlib.util
 import json
@@ -72,13 +72,13 @@ def _read(path: Path) -> Iterable[Mapping[str, object]]:
         yield row
 
 
-def _hub(name: str) -> Iterable[Mapping[str, object]]:
+def _hub(name: str) -> list[Mapping[str, object]]:
     if importlib.util.find_spec("datasets") is None:
         raise UserError(f"reading {name} needs datasets (pip install 'postrl[datasets]'), or give a local JSONL file")
     from datasets import load_dataset
 
     try:
-        return load_dataset(name, "main", split="train")
+        return [dict(row) for row in load_dataset(name, "main", split="train").to_list()]
     except (OSError, ValueError, ConnectionError) as error:
         reason = str(error).strip().split("\n", 1)[0]
         raise UserError(

@@ -125,7 +125,7 @@ class ReasoningTask:
             answer = entry["answer"]
             if answer is not None and self._score(str(answer), entry) != 1:
                 raise UserError(
-                    f"extract={self._extract.__name__} does not read task {self.name!r}'s own answer {str(answer)!r:.60}; "
+                    f"extract={self._extract} does not read the answer {str(answer)!r:.60} of task {self.name!r}; "
                     "choose another function of postrl.rewards.exact, for example tagged or whole_text"
                 )
 
