@@ -6,7 +6,7 @@ from pathlib import Path
 from postrl import papers
 from postrl.cli import run_recipe
 from postrl.envs.copy_task import copy_task
-from postrl.evaluate import evaluate
+from postrl.evaluate import Evaluation, evaluate
 from postrl.policies.base import Sampling
 from postrl.policies.chat import Characters
 from postrl.policies.tabular import Tabular
@@ -63,11 +63,10 @@ def main(config: Config) -> Result:
         seed=config.seed,
     )
 
-    def evaluation() -> dict[str, object]:
-        found = evaluate(
+    def evaluation() -> Evaluation:
+        return evaluate(
             policy, renderer, task, split="train", items=16, n=16, ks=(1, 4, 16), sampling=sampling, seed=config.seed
-        ).to_json()
-        return {"metrics": {f"pass@{k}": value for k, value in found["pass_at"].items()}, **found}
+        )
 
     settings = Settings(
         steps=config.steps, updates=config.updates, learning_rate=config.learning_rate, seed=config.seed
