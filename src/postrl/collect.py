@@ -6,6 +6,7 @@ of the result. A turn that exists as tokens is never tokenised again: a context 
 """
 
 import asyncio
+import json
 import logging
 import math
 import queue
@@ -92,12 +93,13 @@ def collect(
     """
     if len(environments) != len(keys):
         raise ValueError(f"{len(environments)} environments but {len(keys)} keys")
+    if not environments:
+        return []
+    rendered: dict[str, list[int]] = {}  # a group has one prompt, and a template takes its time
     episodes = [
-        _open(environment, key, renderer, sampling, limits, version)
+        _open(environment, key, renderer, rendered, sampling, limits, version)
         for environment, key in zip(environments, keys, strict=True)
     ]
-    if not episodes:
-        return []
     sampling = replace(sampling, stop=sampling.stop | renderer.stop)
     mail: _Mail = queue.SimpleQueue()
     work = _collect(episodes, renderer, sampling, rubric, limits, mail)
@@ -166,14 +168,23 @@ async def _collect(
 
 
 def _open(
-    environment: Environment, key: Key, renderer: Renderer, sampling: Sampling, limits: Limits, version: int
+    environment: Environment,
+    key: Key,
+    renderer: Renderer,
+    rendered: dict[str, list[int]],
+    sampling: Sampling,
+    limits: Limits,
+    version: int,
 ) -> _Episode:
     item = environment.item
     try:
         messages, info = environment.prompt(), dict(environment.info)
     except Exception as error:
         raise _broken(item, "prompt", error) from error
-    tokens = renderer.prompt(messages)
+    text = json.dumps(messages)
+    if text not in rendered:
+        rendered[text] = renderer.prompt(messages)
+    tokens = list(rendered[text])
     if len(tokens) >= limits.max_context:
         raise UserError(
             f"the prompt of item {item!r} has {len(tokens)} tokens, but the context holds {limits.max_context} with at "

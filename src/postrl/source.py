@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -21,6 +21,7 @@ FINGERPRINTED = 10_000  # problems of a finite split that a fingerprint looks at
 FINGERPRINTED_UNBOUNDED = 100  # of a generated one, which is the same everywhere or nowhere
 
 
+@runtime_checkable
 class Source(Protocol):
     """What the loop asks for rollouts. `state_dict` is plain JSON."""
 

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from postrl.rewards.rubric import Rubric
 from postrl.rollout import Message
@@ -21,6 +21,7 @@ class Step:
     reward: float | None = None  # of this step, for methods with turn-level credit
 
 
+@runtime_checkable
 class Environment(Protocol):
     """One problem, used once. Everything it draws comes from `default_rng([seed, split, index])`."""
 
@@ -39,6 +40,7 @@ class Environment(Protocol):
     def step(self, text: str) -> Step | Awaitable[Step]: ...
 
 
+@runtime_checkable
 class Task(Protocol):
     """A numbered supply of problems. `environment(split, i)` is a fresh environment each time, the same problem for the
     same i; distinct problems until the supply is exhausted, then a new epoch."""
