@@ -98,7 +98,7 @@ class TestGroupBaselines:
         policy, batch, true = self.world(horizon, stop)
         angle = cosine(expected_gradient(policy, batch, by_group(adv.zscored), G), true)
         print(f"cosine of the z-scored gradient with the true one: {angle:.4f}")
-        assert angle < 0.99
+        assert angle < 0.999  # parallel is 1 to the last digits: see centring
 
     def test_no_baseline_is_unbiased_too(self, horizon: int, G: int, stop: frozenset[int]):
         policy, batch, true = self.world(horizon, stop)
@@ -166,7 +166,7 @@ class TestTurns:
         policy, batch, true = self.world()
         angle = cosine(expected_gradient(policy, batch, self.by_turn(baseline), G), true)
         print(f"cosine with the true gradient, G = {G}, {baseline.__name__} per turn number: {angle:.4f}")
-        assert angle < 0.995
+        assert angle < 0.999
 
 
 class TestDivergence:

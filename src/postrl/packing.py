@@ -32,13 +32,13 @@ def mini_batches(batch: Batch, count: int, seed_sequence: Sequence[int]) -> list
     # Largest group first, each to the mini-batch with the fewest units: equal sizes keep their shuffled order.
     order = shuffled[np.argsort(-sizes[shuffled], kind="stable")]
     count = min(count, len(sizes))
-    number = rng.permutation(count)  # or mini-batch 0 would always hold the largest group
-    heap = [(0, int(mini_batch)) for mini_batch in number]
+    number = rng.permutation(count)  # ties go to the first place, which would favour mini-batch 0
+    heap = [(0, place) for place in range(count)]
     assigned = np.zeros(len(sizes), dtype=np.int64)
     for index in order:
-        units, mini_batch = heap[0]
-        assigned[index] = mini_batch
-        heapq.heapreplace(heap, (units + int(sizes[index]), mini_batch))
+        units, place = heap[0]
+        assigned[index] = number[place]
+        heapq.heapreplace(heap, (units + int(sizes[index]), place))
     home = torch.from_numpy(assigned).to(group.device)[group]
     return [home == mini_batch for mini_batch in range(count)]
 
