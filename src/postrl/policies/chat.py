@@ -16,7 +16,7 @@ from typing import Self
 
 import jinja2
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from postrl.errors import UserError
 from postrl.rollout import Message
@@ -25,14 +25,14 @@ _TURN = "\U000ffffd"  # a private character that stands for a sampled turn while
 _PRIVATE = range(0xF0000, 0xFFFF0)  # where the stand-ins for control strings inside contents come from
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """The fast tokenizer of a Hugging Face folder. Raises UserError naming the folder if there is none."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         raise UserError(f"{folder} has no tokenizer that can be read ({_line(error)}); copy tokenizer.json and "
                         "tokenizer_config.json of the original model there") from error  # fmt: skip
-    if not tokenizer.is_fast:
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(f"the tokenizer of {folder} has no tokenizer.json (fast tokenizer); convert it with "
                         "transformers' save_pretrained first")  # fmt: skip
     return tokenizer
@@ -62,26 +62,36 @@ class _Text:
     `control` are ids of added tokens. They are produced from the template's own text only.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, control: Iterable[int]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, control: Iterable[int]) -> None:
         self.tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder
         self.control = frozenset(control)
         self.ids = {added[i].content: i for i in self.control}
         strings = sorted(self.ids, key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, strings)) or r"(?!)")
-        # A second tokenizer with the same ids in which exactly the control strings are ordinary text.
+        # Copies: some tokenizers are saved with truncation or padding on, and transformers sets both in place.
         state = json.loads(tokenizer.backend_tokenizer.to_str())
+        state["truncation"] = state["padding"] = None
+        self._own = Tokenizer.from_str(json.dumps(state))
+        # The same vocabulary with exactly the control strings as ordinary text.
         for token in state["added_tokens"]:
             token["special"] = token["id"] in self.control
-        state["truncation"] = state["padding"] = None
         self._plain = Tokenizer.from_str(json.dumps(state))
         self._plain.encode_special_tokens = True
+
+    def own(self, text: str) -> list[int]:
+        """Text -> ids as the tokenizer has it, control tokens included; nothing is added."""
+        return self._own.encode(text, add_special_tokens=False).ids
+
+    def words(self, tokens: Sequence[int]) -> str:
+        """Ids -> text, control tokens included."""
+        return self._own.decode(list(tokens), skip_special_tokens=False)
 
     def plain(self, text: str) -> list[int]:
         """Data -> ids without a control token. Raises UserError if this vocabulary cannot spell it otherwise."""
         ids = self._plain.encode(text, add_special_tokens=False).ids
         if not self.control.isdisjoint(ids):
-            found = self.tokenizer.decode([i for i in ids if i in self.control])
+            found = self.words([i for i in ids if i in self.control])
             raise UserError(f"a message contains {found!r}, which this tokenizer can only write as a control token; "
                             "remove it from the data")  # fmt: skip
         return ids
@@ -103,7 +113,7 @@ class _Text:
         """What the template rendered -> ids. Equal to the tokenizer's own result unless a content would add a control
         token; then the template's control tokens are placed by hand and everything between is encoded as text."""
         if not hidden:
-            ids = self.tokenizer.encode(rendered, add_special_tokens=False)
+            ids = self.own(rendered)
             if [i for i in ids if i in self.control] == [self.ids[s] for s in self.pattern.findall(rendered)]:
                 return ids
         return self.encode_pieces(rendered, hidden)
@@ -123,7 +133,7 @@ class _Text:
         end = len(tokens)
         while end and tokens[end - 1] in stop:
             end -= 1
-        return self.tokenizer.decode(list(tokens[:end]), clean_up_tokenization_spaces=False)
+        return self.words(tokens[:end])
 
 
 class ChatTemplate:
@@ -136,19 +146,19 @@ class ChatTemplate:
     Raises UserError if there is no template, or if its turns have no end.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Iterable[int] = ()) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, stop: Iterable[int] = ()) -> None:
         if not tokenizer.chat_template:
             raise UserError(f"the tokenizer of {tokenizer.name_or_path} has no chat template; use the plain-text "
                             "renderer (renderer='plain') or a model trained for chat")  # fmt: skip
         self.tokenizer = tokenizer
-        own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _TURN}]
         opening = self._render([*turn, {"role": "user", "content": "b"}], generate=True)
         added = tokenizer.added_tokens_decoder
         control = [i for i, token in added.items() if token.special or token.content in opening]
         self._text = _Text(tokenizer, control)
+        ends = [*_end(tokenizer), *stop]
         last = self._render(turn, generate=False).partition(_TURN)[2]
-        self._stop = frozenset([*stop, *own, *self._terminator(last, opening.partition(_TURN)[2], [*stop, *own])])
+        self._stop = frozenset([*ends, *self._terminator(last, opening.partition(_TURN)[2], ends)])
         thinking = "<think>\nc\n</think>\n\nd"
         earlier = [turn[0], {"role": "assistant", "content": thinking}, {"role": "user", "content": "b"}]
         self.rewrites_history = thinking not in self._render(earlier, generate=True)
@@ -209,11 +219,11 @@ class ChatTemplate:
         """The id that ends a turn: the first added token after it, or, where the opening of the next turn serves as
         the end (GLM), nothing beyond what is already called an end."""
         added = self.tokenizer.added_tokens_decoder
-        ids = self.tokenizer.encode(last, add_special_tokens=False)
+        ids = self._text.own(last)
         first = next((n for n, i in enumerate(ids) if i in added), None)
-        if first is not None and not self.tokenizer.decode(ids[:first]).strip():
+        if first is not None and not self._text.words(ids[:first]).strip():
             return [ids[first]]
-        following = self.tokenizer.encode(between, add_special_tokens=False)
+        following = self._text.own(between)
         if following and following[0] in ends:
             return []
         raise UserError(f"the chat template of {self.tokenizer.name_or_path} has no token that ends an assistant turn, "
@@ -222,7 +232,7 @@ class ChatTemplate:
     def _ending(self, ids: Sequence[int]) -> int:
         """How many ids at the start of a suffix only end the turn before it."""
         first = next((n for n, i in enumerate(ids) if i in self._stop), None)
-        return 0 if first is None or self.tokenizer.decode(list(ids[:first])).strip() else first + 1
+        return 0 if first is None or self._text.words(ids[:first]).strip() else first + 1
 
 
 class PlainText:
@@ -232,16 +242,15 @@ class PlainText:
     Raises UserError if neither the tokenizer nor `stop` names an end token.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Iterable[int] = ()) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, stop: Iterable[int] = ()) -> None:
         self.tokenizer = tokenizer
-        own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        self._ends = [*own, *stop]
+        self._ends = [*_end(tokenizer), *stop]
         if not self._ends:
             raise UserError(f"the tokenizer of {tokenizer.name_or_path} names no end-of-sequence token, so no answer "
                             "could end; set eos_token in its tokenizer_config.json")  # fmt: skip
         self._text = _Text(tokenizer, [i for i, token in tokenizer.added_tokens_decoder.items() if token.special])
-        start = tokenizer.bos_token_id
-        self._start = [start] if start is not None and tokenizer.encode("")[:1] == [start] else []
+        opening = tokenizer.backend_tokenizer.encode("").ids[:1]
+        self._start = opening if opening == [tokenizer.bos_token_id] else []
 
     @classmethod
     def load(cls, folder: Path) -> Self:
@@ -321,6 +330,12 @@ class Characters:
     def save(self, folder: Path) -> None:
         """One JSON file, characters.json."""
         (folder / "characters.json").write_text(json.dumps({"alphabet": self.alphabet}), encoding="utf-8")
+
+
+def _end(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """The tokenizer's end-of-sequence token, if it has one."""
+    end = tokenizer.eos_token_id
+    return [end] if isinstance(end, int) else []
 
 
 def _line(error: BaseException) -> str:

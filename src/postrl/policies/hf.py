@@ -52,7 +52,7 @@ class HuggingFacePolicy(nn.Module):
         if config.is_encoder_decoder:
             raise UserError(f"{folder} is an encoder-decoder ({config.model_type}); give a causal (decoder-only) model")
         try:
-            model, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
                 dtype=dtype,
@@ -62,6 +62,7 @@ class HuggingFacePolicy(nn.Module):
             )
         except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
             raise UserError(f"the model in {folder} cannot be loaded ({_line(error)})") from error
+        model, report = loaded
         if wrong := sorted(report["missing_keys"]) or [str(key) for key in report["mismatched_keys"]]:
             raise UserError(f"the weights in {folder} do not fit its config.json: {wrong[0]} is missing or has another "
                             "shape; restore them from the original model")  # fmt: skip
@@ -171,9 +172,9 @@ class HuggingFacePolicy(nn.Module):
         self.model.save_pretrained(folder)  # pyright: ignore
 
     def _head_weight(self) -> Tensor:
-        weight = self.causal.get_output_embeddings().weight
-        assert isinstance(weight, Tensor)
-        return weight
+        embeddings = self.causal.get_output_embeddings()
+        assert isinstance(embeddings, nn.Linear)
+        return embeddings.weight
 
     def _predictions(
         self, tokens: Tensor, row: Tensor, column: Tensor, want: frozenset[str]
@@ -208,12 +209,12 @@ def _probe(model: PreTrainedModel) -> bool:
         raise UserError(f"{model.config.model_type} is not causal: a later token changes an earlier prediction; give a "
                         "decoder-only language model")  # fmt: skip
     embeddings = model.get_output_embeddings()
-    plain = isinstance(embeddings, nn.Linear) and embeddings.bias is None and model.base_model is not model
-    hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state if plain else None
+    plain = False
+    if isinstance(embeddings, nn.Linear) and embeddings.bias is None and model.base_model is not model:
+        hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        plain = hidden.shape[-1] == embeddings.in_features and torch.equal(embeddings(hidden), logits)
     model.train(training)
-    if hidden is None:
-        return False
-    return hidden.shape[-1] == embeddings.in_features and torch.equal(embeddings(hidden), logits)
+    return plain
 
 
 def _layer_names(model: nn.Module) -> list[str]:

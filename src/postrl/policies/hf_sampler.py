@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from postrl.batch import Stop
+from postrl.errors import UserError
 from postrl.policies.base import Completion, Key, Sampling
+from postrl.policies.draw import draw
 
 if TYPE_CHECKING:
     from postrl.policies.hf import HuggingFacePolicy
@@ -54,17 +55,26 @@ class HuggingFaceSampler:
     def submit(
         self, tokens: Sequence[int], key: Key, sampling: Sampling, session: int | None = None, keep: bool = False
     ) -> int:
-        """See `Sampler`. Raises ValueError for a closed or busy session, or a context without a token."""
-        context = list(tokens)
+        """See `Sampler`. Raises UserError for a prompt that leaves no room in the context, ValueError for tokens
+        outside the vocabulary, an empty prompt, or a session that is unknown or not finished. An extension that leaves
+        no room gives an empty TRUNCATED completion."""
+        context = [int(token) for token in tokens]
+        vocabulary = self.policy.causal.config.get_text_config().vocab_size
+        if context and not 0 <= min(context) <= max(context) < vocabulary:
+            raise ValueError(f"a token is outside the vocabulary of {vocabulary}")
+        if sampling.max_tokens < 1:
+            raise UserError(f"max_tokens={sampling.max_tokens}: a completion needs at least one")
+        if session is None and len(context) >= (room := self.policy.context_length):
+            raise UserError(f"a prompt of {len(context)} tokens leaves no room in the model's context of {room}")
         if session is None:
             session, self._next = self._next, self._next + 1
         else:
             before = self._kept.get(session)
             if before is None:
-                raise ValueError(f"session {session} is not open, or its completion is not finished")
+                raise ValueError(f"session {session} is closed, unknown or still being sampled")
             context = before + context
         if not context:
-            raise ValueError("a completion needs at least one token of context")
+            raise ValueError("an empty prompt: nothing predicts the first token")
         if keep:
             self._kept[session] = None
         else:
@@ -98,9 +108,9 @@ class HuggingFaceSampler:
         return finished
 
     def close(self, session: int) -> None:
-        """See `Sampler`. Raises ValueError if the session is not open."""
-        if session not in self._kept:
-            raise ValueError(f"session {session} is not open")
+        """See `Sampler`. Raises ValueError for a session that is unknown or not finished."""
+        if self._kept.get(session) is None:
+            raise ValueError(f"session {session} is closed, unknown or still being sampled")
         del self._kept[session]
 
     def refresh(self) -> None:
@@ -131,8 +141,7 @@ class _Running:
 
     def advance(self) -> list[tuple[_Request, Stop]]:
         """One token for every completion; those that are finished leave."""
-        draws = _draw(self.logits, self.requests)
-        for request, (token, logp) in zip(self.requests, draws, strict=True):
+        for request, token, logp in zip(self.requests, *self._draw(), strict=True):
             request.tokens.append(token)
             request.logp.append(logp)
         stops = [request.stop(self.policy.context_length) for request in self.requests]
@@ -151,6 +160,17 @@ class _Running:
             self.logits = self._read(new if self.cached else torch.tensor(whole, device=new.device))
         return done
 
+    def _draw(self) -> tuple[list[int], list[float]]:
+        """The next token of each row and its log-probability."""
+        logits = self.logits.to(torch.promote_types(self.logits.dtype, torch.float32))
+        settings = [(r.sampling.temperature, r.sampling.top_p) for r in self.requests]
+        temperature, top_p = torch.tensor(settings, dtype=logits.dtype, device=logits.device).unbind(1)
+        top_k = torch.tensor([r.sampling.top_k for r in self.requests], device=logits.device)
+        uniforms = [r.uniforms[len(r.tokens)] for r in self.requests]
+        uniform = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)
+        tokens, logp = draw(logits.contiguous(), uniform, temperature, top_p, top_k)
+        return tokens.tolist(), logp.tolist()
+
     @torch.no_grad()
     def _read(self, tokens: Tensor) -> Tensor:
         """Logits [b, V] that follow `tokens`, which extend what the cache holds."""
@@ -168,36 +188,3 @@ class _Running:
         if self.cached:
             self.past = out.past_key_values
         return out.logits[:, -1]
-
-
-def _draw(logits: Float[Tensor, "b V"], requests: Sequence[_Request]) -> list[tuple[int, float]]:
-    """The next token of each row and its log-probability (nats) at the sampling temperature, before top-p and top-k.
-
-    By inverse distribution function: the smallest token whose cumulative probability exceeds the row's next uniform
-    number. Temperature 0 takes the likeliest token and reports log-probabilities at temperature 1.
-    """
-    settings = [request.sampling for request in requests]
-    heat = torch.tensor([s.temperature or 1.0 for s in settings], dtype=torch.float64)
-    logs = torch.log_softmax(logits.double().cpu() / heat[:, None], -1)
-    uniform = torch.tensor([request.uniforms[len(request.tokens)] for request in requests], dtype=torch.float64)
-    probability = torch.stack([_truncated(row.exp(), s) for row, s in zip(logs, settings, strict=True)])
-    cumulative = probability.cumsum(1)
-    drawn = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True).squeeze(1)
-    greedy = torch.tensor([s.temperature == 0 for s in settings])
-    token = torch.where(greedy, logs.argmax(1), drawn.clamp(max=logs.shape[1] - 1))
-    chosen = logs.gather(1, token[:, None]).squeeze(1)
-    return list(zip(token.tolist(), chosen.tolist(), strict=True))
-
-
-def _truncated(probability: Float[Tensor, "V"], sampling: Sampling) -> Float[Tensor, "V"]:
-    """Zeros outside the top-k tokens and outside the smallest set that holds top-p of what is left."""
-    if 0 < sampling.top_k < len(probability):
-        kept = torch.zeros_like(probability, dtype=torch.bool)
-        kept[probability.topk(sampling.top_k).indices] = True
-        probability = torch.where(kept, probability, 0.0)
-    if sampling.top_p < 1:
-        ordered, order = probability.sort(descending=True, stable=True)
-        before = ordered.cumsum(0) - ordered
-        ordered = torch.where(before < sampling.top_p * ordered.sum(), ordered, 0.0)
-        probability = torch.zeros_like(probability).scatter(0, order, ordered)
-    return probability

@@ -182,7 +182,7 @@ def _convert(path: Path, folder: Path) -> None:
     except (OSError, ValueError, KeyError, IndexError, AttributeError) as error:
         raise UserError(f"{path} cannot be read as a GGUF model ({' '.join(str(error).split())[:200]})") from error
     if all(_exact(parameter) for parameter in model.parameters()):
-        model = model.to(torch.bfloat16)
+        model.bfloat16()
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
 
