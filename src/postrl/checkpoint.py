@@ -4,6 +4,7 @@ A folder `checkpoints/step_000012` holds the state after 12 steps: trainable wei
 `state.json` with everything else (step, position in the data, dtype, threads, states handed to `train`).
 """
 
+import copy
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,8 +38,14 @@ class Progress:
     step: int = 0  # steps done
     update: int = 0  # updates done, skipped ones included: the schedule's clock
     constant: int = 0  # steps in a row without reward variance
+    evaluated: int = -1  # step of the last evaluation
     best: float | None = None
     best_step: int | None = None
+
+
+def snapshot(states: Mapping[str, Stateful]) -> dict[str, object]:
+    """The states as they are now; later changes do not reach it."""
+    return {name: copy.deepcopy(value.state_dict()) for name, value in states.items()}
 
 
 def trainable(policy: nn.Module) -> dict[str, Tensor]:
@@ -49,10 +56,13 @@ def save(
     folder: Path,
     policy: nn.Module,
     optimizer: torch.optim.Optimizer,
-    states: Mapping[str, Stateful],
+    states: Mapping[str, object],
     progress: Progress,
 ) -> Path:
-    """Write `folder/step_…` and forget checkpoints that are neither among the last two nor the best."""
+    """Write `folder/step_…` and forget checkpoints that are neither among the last two nor the best.
+
+    states: a `snapshot`, by name.
+    """
     weights = trainable(policy)
     path = folder / f"step_{progress.step:06d}"
     state = {
@@ -60,7 +70,7 @@ def save(
         "progress": vars(progress),
         "dtype": sorted({str(p.dtype) for p in weights.values()}),
         "threads": torch.get_num_threads(),
-        "states": {name: value.state_dict() for name, value in states.items()},
+        "states": states,
     }
     with whole_folder(path) as beside:
         save_file({n: p.detach().contiguous() for n, p in weights.items()}, beside / "policy.safetensors")
@@ -74,7 +84,8 @@ def save(
 
 def checkpoints(folder: Path) -> list[Path]:
     """Whole checkpoints, oldest first."""
-    return sorted(p for p in folder.glob("step_*") if p.is_dir())
+    named = [p for p in folder.glob("step_*") if p.is_dir() and p.name.removeprefix("step_").isdecimal()]
+    return sorted(named, key=lambda p: int(p.name.removeprefix("step_")))
 
 
 def restore(
@@ -84,9 +95,7 @@ def restore(
 
     Raises UserError naming the file that is missing, damaged or of another model.
     """
-    state = read_json(path / "state.json", "a checkpoint of postrl")
-    if state.get("format") != FORMAT or set(state.get("states", ())) < set(states):
-        raise UserError(f"{path} is no checkpoint of this run: its state.json has other parts than {sorted(states)}")
+    progress, threads, stored = _read_state(path / "state.json", set(states))
     weights = trainable(policy)
     saved = _load(path / "policy.safetensors")
     _match(path / "policy.safetensors", saved, weights)
@@ -95,10 +104,23 @@ def restore(
             parameter.copy_(saved[name])
     if optimizer is not None:
         _restore_moments(path / "optimizer.safetensors", optimizer)
-        torch.set_num_threads(state["threads"])
+        torch.set_num_threads(threads)
     for name, value in states.items():
-        value.load_state_dict(state["states"][name])
-    return Progress(**state["progress"])
+        value.load_state_dict(stored[name])
+    return progress
+
+
+def _read_state(path: Path, names: set[str]) -> tuple[Progress, int, dict[str, dict]]:
+    state = read_json(path, "a checkpoint of postrl")
+    try:
+        progress, threads, stored = Progress(**state["progress"]), int(state["threads"]), dict(state["states"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is no state of a postrl checkpoint ({type(error).__name__}: {error})") from error
+    if state.get("format") != FORMAT:
+        raise UserError(f"{path} has format {state.get('format')!r}, but this version of postrl reads {FORMAT}")
+    if not names <= set(stored):
+        raise UserError(f"{path} belongs to another run: it has the states {sorted(stored)}, not {sorted(names)}")
+    return progress, threads, stored
 
 
 def _load(path: Path) -> dict[str, Tensor]:
@@ -123,8 +145,12 @@ def _moments(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def _restore_moments(path: Path, optimizer: torch.optim.Optimizer) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in _load(path).items():
-        index, name = key.split(".", 1)
+        index, _, name = key.partition(".")
+        known = index.isdecimal() and int(index) < len(parameters) and name != ""
+        if not known or (value.dim() and value.shape != parameters[int(index)].shape):
+            raise UserError(f"{path} belongs to another run: {key!r} is no moment of the weights trained here")
         state.setdefault(int(index), {})[name] = value
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -3,6 +3,7 @@
 The token budget bounds the tokens of one forward pass (see `packing.micro_batches`) and changes no result.
 """
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor
 from postrl.batch import Batch
 from postrl.method import Forward
 from postrl.packing import micro_batches
-from postrl.policies.base import Policy
+
+Reader = Callable[[Batch, frozenset[str]], Forward]  # of a policy, all that is needed here
 
 
-def forward_all(policy: Policy, batch: Batch, token_budget: int, want: frozenset[str] = frozenset()) -> Forward:
+def forward_all(policy: Reader, batch: Batch, token_budget: int, want: frozenset[str] = frozenset()) -> Forward:
     """The policy's forward pass over every row, without gradients, in micro-batches; [B, T, ...] in the batch's order.
 
     `want` names further parts of `Forward`; "logits" and "hidden" are kept for all rows at once, so ask for them only
@@ -34,12 +36,12 @@ def forward_all(policy: Policy, batch: Batch, token_budget: int, want: frozenset
     return Forward(**whole)
 
 
-def old_logp(policy: Policy, batch: Batch, token_budget: int) -> Batch:
+def old_logp(policy: Reader, batch: Batch, token_budget: int) -> Batch:
     """`logp_old` by the training forward at the policy's present weights (the sampler's stay in `logp_sampler`)."""
     return replace(batch, logp_old=forward_all(policy, batch, token_budget).logp)
 
 
-def reference_logp(policy: Policy, batch: Batch, token_budget: int) -> Batch:
+def reference_logp(policy: Reader, batch: Batch, token_budget: int) -> Batch:
     """`logp_ref`: the log-probabilities of the sampled tokens under a frozen reference policy."""
     return replace(batch, logp_ref=forward_all(policy, batch, token_budget).logp)
 

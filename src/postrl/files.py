@@ -15,7 +15,7 @@ from postrl.errors import UserError
 def whole_file(path: Path) -> Iterator[Path]:
     """A path to write to; on success it becomes `path`, on failure it is removed and `path` is as it was.
 
-    Raises UserError if the disk is full.
+    Raises UserError if the disk is full or the place cannot be written to.
     """
     beside = path.with_name(f".{path.name}.part")
     with _disk(path):
@@ -68,7 +68,7 @@ def read_json(path: Path, what: str) -> dict:
 
 
 def guarded(action: Callable[[], None], path: Path) -> None:
-    """Run a write, with a full disk turned into a UserError that names the file."""
+    """Run a write, with a full or closed disk turned into a UserError that names the file."""
     with _disk(path):
         action()
 
@@ -80,6 +80,8 @@ def _disk(path: Path) -> Iterator[None]:
     except Exception as error:
         if no_space(error):
             raise UserError(f"the disk is full: {path} was not written; free some space and run it again") from error
+        if isinstance(error, OSError):
+            raise UserError(f"{path} cannot be written ({error}); choose another folder or repair this one") from error
         raise
 
 

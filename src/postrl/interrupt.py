@@ -1,5 +1,6 @@
 """Signals and exhausted memory, turned into orderly ends."""
 
+import errno
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,7 +45,7 @@ def memory_guard(token_budget: int) -> Iterator[None]:
     """Exhausted memory becomes a UserError that names the option which lowers it."""
     try:
         yield
-    except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError, OSError) as error:
         if not exhausted(error):
             raise
         raise UserError(
@@ -54,7 +55,10 @@ def memory_guard(token_budget: int) -> Iterator[None]:
 
 
 def exhausted(error: BaseException) -> bool:
-    """torch's CPU allocator reports exhaustion as a plain RuntimeError."""
+    """torch's CPU allocator reports exhaustion as a plain RuntimeError, worded differently on each system."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and "not enough memory" in str(error).lower()
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    words = ("not enough memory", "can't allocate memory", "out of memory")
+    return isinstance(error, RuntimeError) and any(w in str(error).lower() for w in words)

@@ -22,6 +22,7 @@ class Seen:
 
     ratio: Tensor  # [B, T] of the rollout batch
     weight: Tensor  # [B, T], summed over terms
+    logp_old: Tensor  # [B, T], as the updates used it
     tokens: float = 0.0
     kl: float = 0.0
     entropy: float = 0.0
@@ -52,22 +53,28 @@ class Trainer:
 def update(trainer: Trainer, batch: Batch, rows: Tensor, advantage: Tensor, rate: float, seen: Seen) -> None:
     """One optimiser step on a mini-batch; `rows` says where its rows stand in the rollout batch `seen` speaks of.
 
-    Skipped, and counted, iff A is 0 everywhere and the method has no other term than the policy's.
+    Skipped, and counted, iff A is 0 everywhere and the method has no other term than the policy's. Raises UserError if
+    an advantage, a weight or the gradient is not finite; then no weight has changed.
     """
     method, settings = trainer.method, trainer.settings
     if method.observe is not None:
         now = forward_all(trainer.policy, batch, settings.token_budget, frozenset()).logp
+        batch = replace(batch, logp_old=now) if trainer.free_old else batch
         batch = replace(batch, observed=method.observe(batch, now))
+    _check_finite(method, "advantage", advantage, batch)
     if len(method.terms) == 1 and not bool((advantage != 0).any()):
         seen.skipped += 1
         return
     weights = tuple(term.weight(batch) for term in method.terms)
+    for term, weight in zip(method.terms, weights, strict=True):
+        _check_finite(method, f"weight of term {term.name!r}", weight, batch)
     trainer.optimizer.zero_grad(set_to_none=False)
     loss = 0.0
     for index in micro_batches(batch, settings.token_budget, method.atom):
         part = tuple(w[index] for w in weights)
         loss += _pass(trainer, batch.rows(index), part, advantage[index], rows[index], seen)
     norm = trainer.accelerator.clip_grad_norm_(_trained(trainer), settings.max_gradient_norm)
+    assert norm is not None  # only other backends answer None
     if not bool(torch.isfinite(norm)):
         raise UserError(
             f"the gradient of an update is {float(norm)}: the run stops before it spoils the weights; "
@@ -78,6 +85,14 @@ def update(trainer: Trainer, batch: Batch, rows: Tensor, advantage: Tensor, rate
     trainer.optimizer.step()
     seen.losses.append(loss)
     seen.gradient_norms.append(float(norm))
+
+
+def _check_finite(method: Method, what: str, value: Tensor, batch: Batch) -> None:
+    if not bool(torch.isfinite(value[batch.mask]).all()):
+        raise UserError(
+            f"the {what} of method {method.name} is not finite on some sampled token: look at the rewards, and if it "
+            "reads logp_old, the method must say so in `needs`"
+        )
 
 
 def _trained(trainer: Trainer) -> list[nn.Parameter]:
@@ -117,7 +132,8 @@ def _look(
     mask, logp = batch.mask, out.logp.detach()
     log_r = log_ratio(mask, logp, batch.logp_old)
     seen.ratio[rows] = log_r.exp().to(seen.ratio.dtype)
-    seen.weight[rows] = sum(weights).to(seen.weight.dtype)
+    seen.weight[rows] = torch.stack(weights).sum(0).to(seen.weight.dtype)
+    seen.logp_old[rows] = batch.logp_old.to(seen.logp_old.dtype)
     seen.tokens += float(mask.sum())
     seen.kl += float((torch.expm1(log_r) - log_r).sum())
     if out.entropy is not None:

@@ -29,7 +29,7 @@ def open_run(folder: Path, configuration: Mapping[str, object], resume: bool, fr
     """
     path = folder / "run.json"
     if not resume:
-        if path.exists():
+        if any((folder / name).exists() for name in ("run.json", "metrics.jsonl", "checkpoints", "rollouts")):
             raise UserError(f"{folder} already holds a run: add --resume to go on with it, or choose another folder")
         write_json(path, {"configuration": configuration, **_surroundings()})
         return
@@ -40,6 +40,13 @@ def open_run(folder: Path, configuration: Mapping[str, object], resume: bool, fr
             raise UserError(
                 f"{folder} was run with {name}={old.get(name)!r}, not {now.get(name)!r}: resume with the same options"
             )
+
+
+def take_back(folder: Path) -> None:
+    """Undo `open_run` if no step was recorded since, so that the corrected command can use the folder."""
+    if not any((folder / name).exists() for name in ("checkpoints", "rollouts")):
+        (folder / "metrics.jsonl").unlink()
+        (folder / "run.json").unlink()
 
 
 def _surroundings() -> dict[str, object]:
@@ -73,12 +80,14 @@ def _git_hash() -> str | None:
 class Metrics:
     """`metrics.jsonl`: one JSON object a line, in order of steps."""
 
-    def __init__(self, folder: Path, step: int):
-        """Lines of steps that `step` (steps done) has not reached are dropped: they will be run again."""
+    def __init__(self, folder: Path, step: int, evaluated: int):
+        """Lines of steps above `step` (steps done) and evaluations of steps above `evaluated` are dropped: they will be
+        made again."""
         self.path = folder / "metrics.jsonl"
         lines = read_metrics(self.path) if self.path.exists() else []
+        kept = [m for m in lines if m["step"] <= (evaluated if "evaluation" in m else step)]
         with whole_file(self.path) as beside:
-            beside.write_text("".join(json.dumps(m) + "\n" for m in lines if m["step"] <= step), encoding="utf-8")
+            beside.write_text("".join(json.dumps(m) + "\n" for m in kept), encoding="utf-8")
 
     def write(self, line: Mapping[str, object]) -> None:
         guarded(lambda: self._append(json.dumps(line) + "\n"), self.path)
@@ -92,14 +101,15 @@ def read_metrics(path: Path) -> list[dict]:
     """Lines of a `metrics.jsonl`; a last line cut off by a kill is left out. Raises UserError if it is missing."""
     if not path.exists():
         raise UserError(f"{path} is missing: {path.parent} holds no run")
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n")
     whole = []
     for number, line in enumerate(lines, 1):
         try:
-            whole.append(json.loads(line))
-        except ValueError as error:
+            figures = json.loads(line)
+            whole.append({**figures, "step": int(figures["step"])})
+        except (ValueError, TypeError, KeyError) as error:
             if number < len(lines):
-                raise UserError(f"{path}, line {number}, is damaged ({error})") from error
+                raise UserError(f"{path}, line {number}, is no line of metrics ({error!r})") from error
     return whole
 
 

@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, get_args
 
 from postrl.errors import UserError
+
+Schedule = Literal["constant", "linear", "cosine"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Settings:
     """Peak learning rate of AdamW."""
     warmup: int = 0
     """Updates over which the learning rate rises linearly from 0."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Schedule = "constant"
     """How the learning rate falls to 0 after warm-up."""
     weight_decay: float = 0.0
     """AdamW's decoupled weight decay."""
@@ -55,6 +57,10 @@ class Settings:
             low = least.get(field.name, 0)
             if isinstance(value, int | float) and not value >= low:
                 raise UserError(f"option {field.name}={value} must be at least {low}")
+        if self.schedule not in get_args(Schedule):
+            raise UserError(f"option schedule={self.schedule!r} must be one of: {', '.join(get_args(Schedule))}")
+        if not math.isfinite(self.learning_rate):
+            raise UserError(f"option learning_rate={self.learning_rate} must be a finite number")
         if self.importance_cap is not None and self.importance_cap <= 0:
             raise UserError(f"option importance_cap={self.importance_cap} must be above 0, or None to switch it off")
 

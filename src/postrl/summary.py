@@ -1,5 +1,7 @@
 """The figures of a step, from what its batch and its updates hold."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -13,18 +15,18 @@ from postrl.optimise import Seen
 def step_metrics(
     method: Method, batch: Batch, advantage: Tensor, seen: Seen, entropy: Tensor | None
 ) -> dict[str, float]:
-    """One flat mapping of plain numbers; a figure that is undefined (no token, no reward) is left out."""
+    """One flat mapping of plain numbers; a figure that is undefined (no token, no reward, no forward) is left out."""
     mask = batch.mask
-    tokens = max(1, int(mask.sum()))
+    tokens = int(mask.sum())
     reward = total_reward(batch)
     constant = Groups(reward, batch.group()).spread() <= 1e-6
     ratios = seen.ratio[mask]
     figures = {
         "reward": _mean(reward),
         **{f"reward/{n}": _mean(batch.reward(n)) for n in batch.reward_names},
-        "pass@1": _mean(batch.reward("correct")) if "correct" in batch.reward_names else float("nan"),
-        "entropy": float(on(mask, entropy).sum()) / tokens if entropy is not None else seen.entropy / tokens,
-        "kl": seen.kl / max(1.0, seen.tokens),
+        "pass@1": _mean(batch.reward("correct")) if "correct" in batch.reward_names else math.nan,
+        "entropy": _ratio(seen.entropy, seen.tokens) if entropy is None else _ratio(on(mask, entropy).sum(), tokens),
+        "kl": _ratio(seen.kl, seen.tokens),
         "clip": seen.clipped / max(1.0, seen.pushed),
         "ratio/max": float(ratios.max()) if len(ratios) else 1.0,
         "ratio/min": float(ratios.min()) if len(ratios) else 1.0,
@@ -33,8 +35,8 @@ def step_metrics(
         "truncated": _share(batch.stop == Stop.TRUNCATED),
         "errors": _share(batch.stop == Stop.ERROR),
         "missing": _share(torch.isnan(reward)),
-        "groups/constant": _share(constant),
-        "groups/shaped_only": _share(constant_but_shaped(batch, reward)),
+        "groups/constant": _share_of_groups(constant, batch) if batch.reward_names else math.nan,
+        "groups/shaped_only": _share_of_groups(constant_but_shaped(batch, reward), batch),
         "units": float(batch.size),
         "tokens": float(tokens),
         "updates/skipped": float(seen.skipped),
@@ -49,13 +51,14 @@ def constant_but_shaped(batch: Batch, reward: Tensor) -> Tensor:
     """Units of groups whose answers are all right or all wrong while the trained reward still varies: normalising such
     a group amplifies what is left, which is often noise (reported against verl's recipes)."""
     if "correct" not in batch.reward_names:
-        return torch.zeros(batch.size, dtype=torch.bool)
+        return torch.zeros_like(reward, dtype=torch.bool)
     same = Groups(batch.reward("correct"), batch.group()).spread() <= 1e-6
     return same & (Groups(reward, batch.group()).spread() > 1e-6)
 
 
 def _mismatch(batch: Batch) -> dict[str, float]:
     gap = (batch.logp_old - batch.logp_sampler)[batch.mask].abs()
+    gap = gap[~torch.isnan(gap)]  # NaN: skipped, so no training forward
     if not len(gap):
         return {}
     return {"mismatch/mean": float(gap.mean()), "mismatch/max": float(gap.max())}
@@ -63,8 +66,17 @@ def _mismatch(batch: Batch) -> dict[str, float]:
 
 def _mean(x: Tensor) -> float:
     present = x[~torch.isnan(x)]
-    return float(present.double().mean()) if len(present) else float("nan")
+    return float(present.double().mean()) if len(present) else math.nan
+
+
+def _ratio(part: float | Tensor, whole: float) -> float:
+    return float(part) / whole if whole else math.nan
 
 
 def _share(x: Tensor) -> float:
     return float(x.double().mean()) if len(x) else 0.0
+
+
+def _share_of_groups(x: Tensor, batch: Batch) -> float:
+    """Groups may be ragged: each counts once, however many units it has."""
+    return torch.unique(batch.group()[x]).numel() / torch.unique(batch.group()).numel()

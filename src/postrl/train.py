@@ -4,6 +4,7 @@ A step is one rollout batch and all its updates. What is computed once on the wh
 is computed here; what is computed once on a mini-batch (weights, observed statistics) in `optimise`.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,6 +14,7 @@ from typing import Literal
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from torch import Tensor, nn
 
 from postrl import checkpoint
@@ -26,7 +28,7 @@ from postrl.interrupt import Interrupt, memory_guard
 from postrl.method import Method
 from postrl.optimise import Seen, Trainer, update
 from postrl.packing import mini_batches
-from postrl.record import Metrics, open_run, write_rollouts
+from postrl.record import Metrics, open_run, take_back, write_rollouts
 from postrl.rollout import Rollout, collate
 from postrl.settings import Settings, learning_rate
 from postrl.summary import step_metrics
@@ -78,14 +80,20 @@ def train(
     disk, exhausted memory, or a gradient that is not finite; whatever was saved stays.
     """
     settings.check()
-    configuration = {**(describe or {}), "method": method.name, **asdict(settings)}
-    open_run(folder, configuration, resume, FREE)
-    torch.manual_seed(settings.seed)
+    method = _with_reference(method, settings, reference)
+    _check_trackers(trackers)
     accelerator = Accelerator(log_with=list(trackers) or None, project_dir=str(folder))
     if accelerator.num_processes > 1:
         raise UserError(f"this loop runs in one process, but {accelerator.num_processes} were launched: start it alone")
+    configuration = {**(describe or {}), "method": method.name, **asdict(settings)}
+    open_run(folder, configuration, resume, FREE)
+    torch.manual_seed(settings.seed)
+    prepared = accelerator.prepare_model(policy)  # on its device before the optimiser's moments are
     groups = parameters(policy) if parameters else [{"params": [p for p in policy.parameters() if p.requires_grad]}]
     optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True)
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        # Absent and zero differ to AdamW: a run that resumes must not see absent where the first run saw zero.
+        parameter.grad = torch.zeros_like(parameter)
     everything = {"source": source, **(states or {})}
     stateful = {name: value for name, value in everything.items() if isinstance(value, Stateful)}
     saved = checkpoint.checkpoints(folder / "checkpoints")
@@ -93,8 +101,8 @@ def train(
     if trackers:
         accelerator.init_trackers("postrl", config={k: str(v) for k, v in configuration.items()})
     loop = Loop(
-        method=_with_reference(method, settings, reference),
-        policy=accelerator.prepare_model(policy),
+        method=method,
+        policy=prepared,
         source=source,
         settings=settings,
         folder=folder,
@@ -103,13 +111,18 @@ def train(
         accelerator=accelerator,
         optimizer=optimizer,
         states=stateful,
-        metrics=Metrics(folder, progress.step if saved else -1),
+        metrics=Metrics(folder, progress.step if saved else -1, progress.evaluated),
         display=display or Display(settings.steps),
+        saved=progress,
     )
-    with loop.display:
-        result = loop.run(progress, evaluate, before)
-    accelerator.end_training()
-    return result
+    try:
+        with loop.display:
+            return loop.run(progress, evaluate, before)
+    except UserError:
+        take_back(folder)
+        raise
+    finally:
+        accelerator.end_training()
 
 
 def _with_reference(method: Method, settings: Settings, reference: nn.Module | None) -> Method:
@@ -121,9 +134,27 @@ def _with_reference(method: Method, settings: Settings, reference: nn.Module | N
     return method.plus(reference_kl(settings.kl_coef), needs=frozenset({"logp_ref"}))
 
 
+def _check_trackers(trackers: Sequence[str]) -> None:
+    installed = [tracker.value for tracker in get_available_trackers()]
+    for name in trackers:
+        if name not in installed:
+            there = ", ".join(installed) or "none"
+            raise UserError(f"option trackers: {name!r} is not installed or not known to accelerate; usable: {there}")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What a step trains on. figures: of the drawing, for the metrics."""
+
+    rollouts: list[Rollout]
+    batch: Batch
+    figures: dict[str, float]
+    empty: bool = False  # the method keeps nothing: shown, not trained on
+
+
 @dataclass
 class Loop:
-    """One run. Everything here is fixed but what it points at."""
+    """One run. Everything here is fixed but what it points at, and `saved`."""
 
     method: Method
     policy: nn.Module
@@ -137,65 +168,88 @@ class Loop:
     states: Mapping[str, Stateful]
     metrics: Metrics
     display: Display
+    saved: Progress  # of the newest checkpoint
 
     def run(self, progress: Progress, evaluate: Evaluate | None, before: Evaluation | None) -> Result:
-        if evaluate is not None and progress.step == 0:
-            progress = self._record_evaluation(progress, before if before is not None else evaluate())
         with Interrupt() as interrupt:
-            while progress.step < self.settings.steps and not interrupt.asked:
-                progress = self._guarded_step(progress)
-                last = progress.step == self.settings.steps
-                every = self.settings.evaluate_every
-                if evaluate is not None and (last or (every and progress.step % every == 0)):
-                    progress = self._record_evaluation(progress, evaluate())
+            while True:
+                if evaluate is not None and not interrupt.asked and self._evaluation_due(progress):
+                    progress = self._evaluate(progress, evaluate, before)
                 due = progress.step in (self.settings.steps, progress.best_step)
                 if due or interrupt.asked or progress.step % self.settings.checkpoint_every == 0:
-                    self._save(progress)
-        done = progress.step == self.settings.steps
+                    self._save(progress, checkpoint.snapshot(self.states))
+                if interrupt.asked or progress.step >= self.settings.steps:
+                    break
+                progress = self._guarded_step(progress)
+        done = progress.step >= self.settings.steps and (evaluate is None or not self._evaluation_due(progress))
         if not done:
             self.display.say(f"stopped after step {progress.step}; go on with the same command and --resume")
         return Result(self.folder, progress, "finished" if done else "interrupted")
+
+    def _evaluation_due(self, progress: Progress) -> bool:
+        step, every = progress.step, self.settings.evaluate_every
+        due = step == 0 or step >= self.settings.steps or (every > 0 and step % every == 0)
+        return due and progress.evaluated < step
+
+    def _evaluate(self, progress: Progress, evaluate: Evaluate, before: Evaluation | None) -> Progress:
+        """An evaluation; if it fails, the weights are saved first, and a resumed run evaluates them again."""
+        if progress.step == 0 and before is not None:
+            return self._record_evaluation(progress, before)
+        try:
+            evaluation = evaluate()
+        except Exception:
+            self._save(progress, checkpoint.snapshot(self.states))
+            raise
+        return self._record_evaluation(progress, evaluation)
 
     def _guarded_step(self, progress: Progress) -> Progress:
         """A step; if its collection fails, the weights are still those of a whole step, so they are saved first."""
         start = time.monotonic()
         torch.manual_seed(int(np.random.SeedSequence([self.settings.seed, progress.step]).generate_state(1)[0]))
+        states = checkpoint.snapshot(self.states)  # a source that fails may have moved on already
         with memory_guard(self.settings.token_budget):
             try:
-                rollouts, batch, drawn = self._draw(progress)
+                drawn = self._draw(progress)
             except Exception:
-                if progress.step > 0:
-                    self._save(progress)
+                self._save(progress, states)
                 raise
-            sampled = time.monotonic()
-            return self._train_on(progress, rollouts, batch, {**drawn, "time/sample": sampled - start}, start)
+            drawn.figures["time/sample"] = time.monotonic() - start
+            return self._train_on(progress, drawn, start)
 
-    def _draw(self, progress: Progress) -> tuple[list[Rollout], Batch, dict[str, float]]:
+    def _draw(self, progress: Progress) -> Drawn:
         """The step's rollouts: what the method keeps of the source's, refilled at most `refill` times."""
         fresh = self.source(progress.step)
+        batch = _collated(fresh, progress)
         keep = self.method.keep
         if keep is None:
-            return fresh, collate(fresh), {"units/dropped": 0, "refills": 0}
-        wanted, refills = len(fresh), 0
-        kept, dropped = _kept(keep, fresh)
+            return Drawn(fresh, batch, {"units/dropped": 0, "refills": 0})
+        wanted, refills, groups = len(fresh), 0, {r.group for r in fresh}
+        kept, dropped = _kept(keep, fresh, batch)
         while len(kept) < wanted and refills < self.settings.refill:
-            more, lost = _kept(keep, self.source(progress.step))
-            kept, dropped, refills = kept + more, dropped + lost, refills + 1
+            more = self.source(progress.step)
+            again = groups & {r.group for r in more}
+            if again:
+                raise UserError(f"the source gave group {min(again)} twice in step {progress.step + 1}: set refill=0")
+            groups |= {r.group for r in more}
+            good, lost = _kept(keep, more, _collated(more, progress))
+            kept, dropped, refills = kept + good, dropped + lost, refills + 1
         # The last refill may bring more than was asked for: whole groups leave again.
-        while len(kept) - _last_group(kept) >= wanted:
-            del kept[len(kept) - _last_group(kept) :]
-        rollouts = kept or fresh  # nothing kept: shown, not trained on
-        return rollouts, collate(rollouts), {"units/dropped": dropped, "refills": refills, "units/kept": len(kept)}
+        while len(fewer := [r for r in kept if r.group != kept[-1].group]) >= wanted:
+            kept = fewer
+        figures: dict[str, float] = {"units/dropped": dropped, "refills": refills, "units/kept": len(kept)}
+        if not kept:
+            return Drawn(fresh, batch, figures, empty=True)
+        return Drawn(kept, _collated(kept, progress), figures)
 
-    def _train_on(
-        self, progress: Progress, rollouts: list[Rollout], batch: Batch, notes: dict[str, float], start: float
-    ) -> Progress:
+    def _train_on(self, progress: Progress, drawn: Drawn, start: float) -> Progress:
         settings = self.settings
-        batch = batch.to(self.accelerator.device)
+        batch = drawn.batch.to(self.accelerator.device)
         planned = settings.updates * settings.epochs
         free_old = planned == 1 and "logp_old" not in self.method.needs
         entropy: Tensor | None = None
-        if not free_old:
+        if free_old:  # unknown until the update's own forward: nothing may read it before
+            batch = replace(batch, logp_old=torch.full_like(batch.logp_old, torch.nan))
+        else:
             old = forward_all(self.policy, batch, settings.token_budget, frozenset({"entropy"}))
             batch, entropy = replace(batch, logp_old=old.logp), old.entropy
         if "logp_ref" in self.method.needs and self.reference is not None:
@@ -206,19 +260,20 @@ class Loop:
         if progress.step == 0:
             _check_groups(self.method, batch)
         advantage = self.method.advantage(batch)
-        seen = Seen(torch.ones_like(batch.logp_old), torch.zeros_like(batch.logp_old))
+        seen = Seen(torch.ones_like(batch.logp_old), torch.zeros_like(batch.logp_old), batch.logp_old.clone())
+        seen.skipped = planned if drawn.empty else 0
         trainer = Trainer(self.method, self.policy, self.optimizer, self.accelerator, settings, free_old)
-        for epoch in range(settings.epochs):
+        for epoch in range(0 if drawn.empty else settings.epochs):
             cuts = mini_batches(batch, settings.updates, (settings.seed, progress.step, epoch))
-            cuts = cuts if notes.get("units/kept", 1) else []
             for number, units in enumerate(cuts):
                 rows = units.to(batch.unit.device)[batch.unit].nonzero().squeeze(1)
                 clock = progress.update + epoch * settings.updates + number
                 rate = learning_rate(settings, clock, settings.steps * planned)
                 update(trainer, batch.select(units), rows, advantage[rows], rate, seen)
+        batch = replace(batch, logp_old=seen.logp_old)
         rate = learning_rate(settings, progress.update + planned - 1, settings.steps * planned)
-        metrics = step_metrics(self.method, batch, advantage, seen, entropy) | notes | {"learning_rate": rate}
-        return self._finish_step(progress, rollouts, batch, advantage, seen, metrics, planned, start)
+        metrics = step_metrics(self.method, batch, advantage, seen, entropy) | drawn.figures | {"learning_rate": rate}
+        return self._finish_step(progress, drawn.rollouts, batch, advantage, seen, metrics, planned, start)
 
     def _finish_step(
         self,
@@ -240,7 +295,7 @@ class Loop:
         self.metrics.write({"step": step, **metrics})
         self.accelerator.log(metrics, step=step)
         self.display.step(step, metrics)
-        constant = progress.constant + 1 if metrics["groups/constant"] == 1 else 0
+        constant = progress.constant + 1 if metrics.get("groups/constant") == 1 else 0
         if constant and constant % self.settings.warn_constant == 0:
             self.display.say(
                 f"no group had any variance in reward for {constant} steps, so nothing is learnt: "
@@ -254,22 +309,29 @@ class Loop:
         self.accelerator.log({f"evaluation/{name}": value for name, value in metrics.items()}, step=progress.step)
         self.display.evaluation(progress.step, metrics)
         score = next(iter(metrics.values()))
-        if progress.best is not None and not score > progress.best:
+        progress = replace(progress, evaluated=progress.step)
+        if not score > (-math.inf if progress.best is None else progress.best):  # NaN is never the best
             return progress
         return replace(progress, best=score, best_step=progress.step)
 
-    def _save(self, progress: Progress) -> None:
+    def _save(self, progress: Progress, states: Mapping[str, object]) -> None:
+        if progress == self.saved or progress.step == 0:  # before the first step there is nothing to lose
+            return
         model = self.accelerator.unwrap_model(self.policy)
-        checkpoint.save(self.folder / "checkpoints", model, self.optimizer, self.states, progress)
+        checkpoint.save(self.folder / "checkpoints", model, self.optimizer, states, progress)
+        self.saved = progress
 
 
-def _kept(keep: Callable[[Batch], Tensor], rollouts: list[Rollout]) -> tuple[list[Rollout], int]:
-    chosen = keep(collate(rollouts)).tolist()
+def _collated(rollouts: list[Rollout], progress: Progress) -> Batch:
+    try:
+        return collate(rollouts)
+    except ValueError as error:
+        raise UserError(f"step {progress.step + 1} cannot use the source's rollouts: {error}") from error
+
+
+def _kept(keep: Callable[[Batch], Tensor], rollouts: list[Rollout], batch: Batch) -> tuple[list[Rollout], int]:
+    chosen = keep(batch).tolist()
     return [r for r, good in zip(rollouts, chosen, strict=True) if good], chosen.count(False)
-
-
-def _last_group(rollouts: Sequence[Rollout]) -> int:
-    return sum(r.group == rollouts[-1].group for r in rollouts) if rollouts else 1
 
 
 def _check_needs(method: Method, batch: Batch) -> None:
@@ -281,7 +343,7 @@ def _check_needs(method: Method, batch: Batch) -> None:
 
 def _check_groups(method: Method, batch: Batch) -> None:
     sizes = torch.unique(batch.group(), return_counts=True)[1]
-    if "reward_shift" not in method.exempt and bool((sizes == 1).all()):
+    if "reward shift" not in method.exempt and bool((sizes == 1).all()):
         raise UserError(
             f"method {method.name} compares the members of a group, but group_size=1: set group_size to 2 or more"
         )
