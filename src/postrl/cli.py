@@ -8,14 +8,39 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import tyro
 
-from postrl import recipes_folder
+from postrl import __version__, recipes_folder
 from postrl.errors import UserError
 
+if TYPE_CHECKING:
+    from postrl.envs.base import Task
+    from postrl.evaluate import Evaluation
+
 C = TypeVar("C")
+Option = bool | int | float | str
+
+DESCRIPTION = """Reinforcement-learning post-training of language models.
+
+$ postrl papers: the methods there are
+$ postrl train reasoning --method reco: train a small model (put --help after the name for all options)
+$ postrl report runs/reasoning: one HTML file on what happened
+$ postrl eval runs/reasoning --task chain_sum: pass@k on held-out problems
+$ postrl export runs/reasoning my-model: a folder that transformers loads
+
+Bad input ends with one sentence and exit code 2; an interrupt with 130."""
+
+# Positional arguments by the names they have in the help.
+Recipe = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
+Model = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+Name = Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
+Runs = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN …]")]
+Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+Which = Annotated[Literal["best", "last"] | int, tyro.conf.arg(metavar="best|last|STEP")]
+Options = Annotated[dict[str, Option] | None, tyro.conf.arg(metavar="NAME VALUE …")]
 
 
 def run_recipe(config: type[C], main: Callable[[C], object]) -> None:
@@ -37,39 +62,251 @@ def orderly() -> Iterator[None]:
         sys.exit(130)
 
 
-def train(recipe: Annotated[str, tyro.conf.Positional], options: Sequence[str] = ()) -> None:
-    """Run a recipe: `postrl train NAME --option value`.
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of `postrl`; arguments default to those of the process."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    with orderly():
+        if arguments == ["--version"]:
+            print(__version__)
+        elif len(arguments) > 1 and arguments[0] == "train" and not arguments[1].startswith("-"):
+            # A recipe brings its own options, known only once its file is loaded.
+            run_named(arguments[1], arguments[2:])
+        else:
+            tyro.extras.subcommand_cli_from_dict(
+                {"train": train, "eval": measure, "papers": papers, "report": report, "export": export},
+                prog="postrl",
+                description=DESCRIPTION,
+                args=arguments,
+            )
+
+
+def run_named(name: str, options: Sequence[str]) -> None:
+    """Run the recipe called `name` with command-line options."""
+    found = recipes_folder.load(name)
+    found.main(tyro.cli(found.config, args=options, prog=f"postrl train {name}", description=found.summary))
+
+
+def train(recipe: Recipe) -> None:
+    """Train by a recipe. `postrl train RECIPE --help` shows that recipe's options.
 
     Args:
         recipe: Name of a recipe, or path of a Python file that defines a dataclass `Config` and `main(config)`.
-            `postrl train NAME --help` shows the options of that recipe.
     """
-    found = recipes_folder.load(recipe)
-    found.main(tyro.cli(found.config, args=options, prog=f"postrl train {recipe}", description=found.summary))
+    run_named(recipe, [])
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of `postrl`; arguments default to those of the process."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    with orderly():
-        # A recipe brings its own options, known only once its file is loaded.
-        if len(arguments) > 1 and arguments[0] == "train" and not arguments[1].startswith("-"):
-            train(arguments[1], arguments[2:])
-            return
-        names = ", ".join(sorted(recipes_folder.recipes()))
-        tyro.extras.subcommand_cli_from_dict(
-            {"train": _train},
-            prog="postrl",
-            description=f"{__import__('postrl').__doc__}\n\nRecipes: {names}.",
-            args=arguments,
-        )
+def measure(
+    model: Model,
+    task: str,
+    k: str = "1,4,16",
+    n: int | None = None,
+    items: int = 64,
+    options: Options = None,
+    template: str | None = None,
+    extract: Literal["last_number", "tagged", "boxed", "after_answer", "whole_text"] = "last_number",
+    split: Literal["test", "train"] = "test",
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    max_tokens: int = 128,
+    seed: int = 0,
+    checkpoint: Which = "last",
+    threads: int = 2,
+    json: Path | None = None,
+) -> None:
+    """Evaluate a model, or a run's policy: pass@k with 95 % intervals over problems.
+
+    Args:
+        model: A run's folder, a Hugging Face folder, a .gguf file, smollm2, or a model id of the hub.
+        task: A task of reasoning-gym (chain_sum, countdown, …), gsm8k, or copy.
+        k: The k of pass@k, separated by commas.
+        n: Answers per problem; by default the largest k.
+        items: Problems.
+        options: Options of the task, for example `--options max_terms 3 max_digits 1`. That of gsm8k is `source`, a
+            JSONL file or a data set of the hub; those of copy are `length` and `alphabet`.
+        template: The user's message, in which {question} stands for the problem; by default the task's own.
+        extract: How the answer is taken out of a completion.
+        split: Held-out problems, or those to train on.
+        temperature: Of sampling; 0 is greedy.
+        top_p: Sample from the likeliest tokens that hold this share.
+        max_tokens: Longest answer.
+        seed: Decides the sampled answers, and which problems come first.
+        checkpoint: Of a run: best, last, or a step.
+        threads: Processor threads.
+        json: File for the whole evaluation as JSON.
+    """
+    import torch
+
+    from postrl.evaluate import evaluate
+    from postrl.export import is_run, load_run
+    from postrl.files import write_json
+    from postrl.policies.base import Sampling
+    from postrl.policies.loading import load_policy
+
+    ks = _numbers(k)
+    supply = make_task(task, options or {}, template, extract, seed)
+    torch.set_num_threads(threads)
+    policy, renderer = load_run(Path(model), checkpoint) if is_run(Path(model)) else load_policy(model)
+    found = evaluate(
+        policy,
+        renderer,
+        supply,
+        items=items,
+        n=max(ks) if n is None else n,
+        ks=ks,
+        sampling=Sampling(temperature=temperature, top_p=top_p, max_tokens=max_tokens),
+        seed=seed,
+        split=split,
+    )
+    _show(model, found)
+    if json is not None:
+        write_json(json, found.to_json())
 
 
-def _train(recipe: Annotated[str, tyro.conf.Positional]) -> None:
-    train(recipe)
+def _numbers(text: str) -> tuple[int, ...]:
+    parts = text.replace(",", " ").split()
+    if not parts or not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
+        raise UserError(f"option --k {text!r} must be whole numbers separated by commas, such as 1,4,16")
+    return tuple(map(int, parts))
 
 
-_train.__doc__ = train.__doc__
+def make_task(name: str, options: dict[str, Option], template: str | None, extract: str, seed: int) -> "Task":
+    """A task by its name on the command line. Raises UserError naming the task or option that is unknown."""
+    from postrl.envs.copy_task import copy_task
+    from postrl.envs.gsm8k import gsm8k
+    from postrl.envs.reasoning import ReasoningTask
+    from postrl.rewards import exact
+
+    reading = {f.__name__: f for f in (exact.last_number, exact.tagged, exact.boxed, exact.after_answer)}
+    how = reading.get(extract, exact.whole_text)
+    options = {key.replace("-", "_"): value for key, value in options.items()}
+    shape = {} if template is None else {"template": template}
+    if name == "copy":
+        return copy_task(**_known(name, options, ("length", "alphabet")), seed=seed)  # pyright: ignore[reportArgumentType]
+    if name == "gsm8k":
+        source = _known(name, options, ("source",)).get("source", "openai/gsm8k")
+        return gsm8k(str(source), extract=how, seed=seed, **shape)
+    return ReasoningTask(name, options, extract=how, seed=seed, **shape)
+
+
+def _known(task: str, options: dict[str, Option], names: Sequence[str]) -> dict[str, Option]:
+    unknown = next((name for name in options if name not in names), None)
+    if unknown is not None:
+        raise UserError(f"task {task!r} has no option {unknown!r}; its options are: {', '.join(names)}")
+    return options
+
+
+def _show(model: str, found: "Evaluation") -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    title = f"{model} on {found.task}: {len(found.items)} {found.split} problems, {found.samples} answers each"
+    table = Table(title=Text(title), box=box.SIMPLE_HEAD)
+    for column in ("", "value", "95 % interval over problems"):
+        table.add_column(column)
+    for k, value in found.pass_at.items():
+        low, high = found.intervals[k]
+        table.add_row(f"pass@{k}", f"{value:.3f}", f"{low:.3f} … {high:.3f}")
+    figures = {
+        "different right answers": found.distinct_correct,
+        "different answers": found.distinct_answers,
+        "entropy of answers (nats)": found.answer_entropy,
+        "Distinct-2": found.distinct_2,
+        "tokens per answer": found.mean_tokens,
+    }
+    for label, value in figures.items():
+        table.add_row(label, f"{value:.3f}", "")
+    counts = {
+        "cut off at the length limit": found.truncated,
+        "without a score": found.missing,
+        "problems left out": found.left_out,
+    }
+    for label, count in counts.items():
+        if count:
+            table.add_row(label, str(count), "")
+    Console().print(table)
+
+
+def papers(name: Name = None, write: Path | None = None) -> None:
+    """The shelf of papers: list it, read one, or write PAPERS.md.
+
+    Args:
+        name: Print what this paper says: its claim, its equation, its arguments.
+        write: Write the generated page to this file.
+    """
+    import inspect
+
+    from postrl import papers as room
+    from postrl.files import whole_file
+
+    shelf = room.shelf()
+    if name is not None:
+        if name not in shelf:
+            raise UserError(f"no paper {name!r} on the shelf; there are: {', '.join(shelf)}")
+        print(inspect.getdoc(shelf[name]))
+        if name in room.methods():
+            print(f"\n{name}{inspect.signature(room.methods()[name])}\n\n{inspect.getdoc(room.methods()[name])}")
+    elif write is not None:
+        from postrl import papers_page
+
+        with whole_file(write) as beside:
+            beside.write_text(papers_page.render(), encoding="utf-8")
+        print(f"wrote {write}")
+    else:
+        _show_shelf()
+
+
+def _show_shelf() -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from postrl import papers as room
+
+    table = Table(box=box.SIMPLE_HEAD, caption="postrl papers NAME prints a paper's equation and arguments")
+    for column in ("name", "title", "arXiv"):
+        table.add_column(column, no_wrap=column != "title")
+    for name, module in room.shelf().items():
+        paper = vars(module)["PAPER"]
+        table.add_row(name, paper.title, paper.arxiv)
+    Console().print(table)
+
+
+def report(
+    runs: Runs,
+    out: Path = Path("report.html"),
+    picture: Path | None = None,
+) -> None:
+    """One HTML file on a run, or on several side by side; it opens without a network.
+
+    Args:
+        runs: Folders of runs, or a folder of such folders.
+        out: The HTML file.
+        picture: Also draw pass@k before and after as this SVG file, for a README.
+    """
+    from postrl.report import write_picture, write_report
+
+    print(f"wrote {write_report(runs, out)}")
+    if picture is not None:
+        print(f"wrote {write_picture(runs, picture)}")
+
+
+def export(
+    run: Run,
+    folder: Folder,
+    checkpoint: Which = "last",
+) -> None:
+    """Write a run's policy as a Hugging Face folder: weights, tokenizer, chat template.
+
+    Args:
+        run: Folder of the run.
+        folder: New folder for the model.
+        checkpoint: Which of the run's checkpoints.
+    """
+    from postrl.export import export as write
+
+    print(f"wrote {folder} from {write(run, folder, checkpoint)}")
 
 
 if __name__ == "__main__":

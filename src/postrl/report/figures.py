@@ -158,9 +158,11 @@ def diversity(runs: Sequence[Run]) -> list[Figure]:
     figures = []
     for key, (title, caption, read) in DIVERSITY.items():
         values = [read(full) for _, _, full in bars]
+        if not np.isfinite(values).any():
+            continue
         trace = {
             "type": "bar",
-            "x": [escape(label) for label, _, _ in bars],
+            "x": [escape(label).replace(", ", ",<br>") for label, _, _ in bars],
             "y": _finite(values),
             "marker": {"color": [bar_colour for _, bar_colour, _ in bars]},
         }

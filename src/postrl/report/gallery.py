@@ -72,7 +72,9 @@ def questions(series: Sequence[tuple[str, str, Evaluation]]) -> list[Question]:
             question = order.setdefault(sample.item, Question(shorten(sample.prompt), []))
             score = sample.rewards.get("correct")
             question.answers.append(
-                Answer(label, shorten(sample.completion), None if score is None else score == 1, _rewards(sample.rewards))
+                Answer(
+                    label, shorten(sample.completion), None if score is None else score == 1, _rewards(sample.rewards)
+                )
             )
     return list(order.values())
 

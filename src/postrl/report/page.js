@@ -13,7 +13,7 @@
       margin: { l: 8, r: 8, t: 8, b: 8 },
       xaxis: { ...axis, title: { text: own.x || "" }, ...(own.log_x ? { type: "log", nticks: 5 } : {}), ...ticks },
       yaxis: { ...axis, ...(own.log_y ? { type: "log", nticks: 5 } : {}), ...(own.y_from_zero ? { rangemode: "tozero" } : {}) },
-      legend: { orientation: "h", x: 0, y: -0.25, yanchor: "top" },
+      legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom" },
       hovermode: "closest",
     };
   }

@@ -24,9 +24,9 @@ from postrl.report.text import visible
 HERE = Path(__file__).resolve().parent
 
 
-def write_report(folders: Sequence[Path], out: Path) -> None:
-    """Write the report on the runs in `folders` to the file `out`. Raises UserError as `read_runs` does, or if there
-    is no run or `out` cannot be written."""
+def write_report(folders: Sequence[Path], out: Path) -> Path:
+    """Write the report on the runs in `folders` to the file `out`, and return that. Raises UserError as `read_runs`
+    does, or if there is no run or `out` cannot be written."""
     runs = read_runs(folders)
     if not runs:
         raise UserError("name at least one run folder to report on")
@@ -36,6 +36,7 @@ def write_report(folders: Sequence[Path], out: Path) -> None:
             beside.write_text(page, encoding="utf-8")
     except OSError as error:
         raise UserError(f"the report cannot be written to {out} ({error}); choose another --out") from error
+    return out
 
 
 def render(runs: Sequence[Run]) -> str:

@@ -77,8 +77,8 @@ def course(run: Run) -> dict[str, str]:
         "method": str(run.configuration.get("method", "–")),
         "seed": str(run.configuration.get("seed", "–")),
         "steps": f"{len(run.steps)} of {planned}" if planned != len(run.steps) else str(planned),
-        "updates skipped": number(sum(line.get("updates/skipped", 0) for line in run.steps)),
-        "tokens sampled": number(tokens),
+        "updates skipped": f"{sum(line.get('updates/skipped', 0) for line in run.steps):.0f}",
+        "tokens sampled": f"{tokens:,.0f}",
         "training time": duration(seconds),
         "tokens per second": number(tokens / seconds if seconds else None),
     }

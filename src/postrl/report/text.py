@@ -40,7 +40,7 @@ def pieces_of(configuration: Mapping[str, object]) -> Pieces:
     """
     alphabet, model = configuration.get("characters"), configuration.get("model")
     if isinstance(alphabet, str):
-        table = ["⏹", *alphabet]
+        table = ["⟨end⟩", *alphabet]
         return lambda tokens: [table[t] if 0 <= t < len(table) else numbered(t) for t in tokens]
     if isinstance(model, str):
         return _by_tokenizer(model)
