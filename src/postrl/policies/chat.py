@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from postrl.errors import UserError
+from postrl.policies import checkpoint_io as files
 from postrl.rollout import Message
 
 _TURN = "\U000ffffd"  # a private character that stands for a sampled turn while the template is rendered
@@ -39,21 +40,18 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def end_tokens(folder: Path) -> frozenset[int]:
-    """Every id that generation_config.json or config.json of the folder calls an end of sequence: one, a list or none.
+    """Every id that generation_config.json, else config.json, calls an end of sequence: one, several or none.
 
     Models with several (an end of text and an end of turn) name only one of them in the tokenizer.
     """
-    ends: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         if not path.exists():
             continue
-        try:
-            found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise UserError(f"{path} is damaged ({_line(error)}); restore it from the original model") from error
-        ends.update(found if isinstance(found, list) else [] if found is None else [found])
-    return frozenset(ends)
+        found = files.read_json(path).get("eos_token_id")
+        if found is not None:
+            return frozenset(found if isinstance(found, list) else [found])
+    return frozenset()
 
 
 class _Text:
