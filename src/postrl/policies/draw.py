@@ -37,7 +37,7 @@ def draw(
 
 def _filter(weights: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     """Zero outside the top_k heaviest and outside the fewest of those that reach top_p of their sum."""
-    ordered, order = weights.sort(1, descending=True, stable=True)
+    ordered, order = weights.sort(dim=1, descending=True, stable=True)
     rank = torch.arange(weights.shape[1], device=weights.device)
     ordered = ordered.masked_fill((top_k[:, None] > 0) & (rank >= top_k[:, None]), 0)
     before = ordered.double().cumsum(1) - ordered
