@@ -1,4 +1,4 @@
-"""A small run of the loop, for its tests: copy two letters and stop, with a table of logits. About 20 ms a step.
+"""A small run of the loop, for its tests: copy two letters and stop, with a table of logits. About 30 ms a step.
 
 Run as a file it is a process that tests can kill: `python copy_run.py FOLDER PLACE NUMBER [OPTIONS AS JSON]` ends itself
 by SIGKILL the NUMBER-th time it comes to PLACE (see `PLACES`).
@@ -26,14 +26,14 @@ from postrl.rollout import Rollout, Turn
 from postrl.settings import Settings
 from postrl.train import Result, train
 
-LETTERS = 3
+LETTERS = 2
 END = LETTERS  # the token that ends an answer
 SAMPLING = Sampling(max_tokens=3, stop=frozenset({END}))
 Score = Callable[[list[int], list[int]], dict[str, float | None]]
 
 
 def letters_policy(memory: int = 4, dtype: torch.dtype = torch.float32) -> Tabular:
-    """Uniform over three letters and the end."""
+    """Uniform over two letters and the end."""
     return Tabular.uniform(LETTERS + 1, memory, 8, dtype)
 
 
@@ -89,7 +89,7 @@ class Copying:
             scores = self.score(prompt, completion.tokens)
             weights = {name: float(name != "correct" or len(scores) == 1) for name in scores}
             place = completion.key[-1]
-            item = "".join("abc"[letter] for letter in prompt)
+            item = "".join("ab"[letter] for letter in prompt)
             rollouts.append(
                 Rollout(item, group, place, [turns], rewards=scores, reward_weights=weights, stop=completion.stop)
             )

@@ -118,27 +118,34 @@ def write_rollouts(
 ) -> None:
     """One row per rollout. List columns run over its tokens, contexts one after the other (`context` numbers them);
     advantage, weight and ratio [B, T] are those of the step, weight summed over terms, ratio at the last update."""
-    columns: dict[str, list] = {name: [] for name in ("tokens", "mask", "segment", "context")}
-    floats = {
+    order = torch.argsort(batch.unit, stable=True)
+    unit, real = batch.unit[order], batch.valid[order]
+    rows = torch.bincount(unit, minlength=batch.size)
+    context = torch.arange(len(unit), device=unit.device) - (rows.cumsum(0) - rows)[unit]
+    lengths = torch.zeros_like(rows).index_add(0, unit, real.sum(1))
+    ends = [0, *lengths.cumsum(0).tolist()]
+    columns = {
+        "tokens": batch.tokens,
+        "mask": batch.mask,
+        "segment": batch.segment,
         "logp_sampler": batch.logp_sampler,
         "logp_old": batch.logp_old,
         "advantage": advantage,
         "weight": weight,
         "ratio": ratio,
     }
-    columns |= {name: [] for name in floats}
-    for unit in range(batch.size):
-        rows = (batch.unit == unit).nonzero().squeeze(1)
-        real = batch.valid[rows]
-        columns["tokens"].append(batch.tokens[rows][real].tolist())
-        columns["mask"].append(batch.mask[rows][real].tolist())
-        columns["segment"].append(batch.segment[rows][real].tolist())
-        columns["context"].append(torch.arange(len(rows))[:, None].expand_as(real)[real].tolist())
-        for name, value in floats.items():
-            columns[name].append(value[rows][real].float().tolist())
-    table = pa.table(_plain_columns(rollouts) | {n: pa.array(v, _list_type(n)) for n, v in columns.items()})
+    flat = {name: value[order][real] for name, value in columns.items()}
+    flat["context"] = context[:, None].expand_as(real)[real]
+    table = pa.table(_plain_columns(rollouts) | {name: _lists(value, ends) for name, value in flat.items()})
     with whole_file(path) as beside:
         pq.write_table(table, beside, compression="zstd")
+
+
+def _lists(values: Tensor, ends: list[int]) -> pa.Array:
+    """One list per rollout; integers as int32, real numbers as float32."""
+    kind = torch.float32 if values.is_floating_point() else torch.bool if values.dtype == torch.bool else torch.int32
+    plain = values.to(kind)
+    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(plain.cpu().numpy()))
 
 
 def _plain_columns(rollouts: Sequence[Rollout]) -> dict[str, pa.Array]:
@@ -153,8 +160,3 @@ def _plain_columns(rollouts: Sequence[Rollout]) -> dict[str, pa.Array]:
     }
     names = rollouts[0].rewards if rollouts else ()
     return columns | {f"reward/{n}": pa.array([r.rewards[n] for r in rollouts], pa.float64()) for n in names}
-
-
-def _list_type(name: str) -> pa.DataType:
-    kinds = {"tokens": pa.int32(), "mask": pa.bool_(), "segment": pa.int32(), "context": pa.int32()}
-    return pa.list_(kinds.get(name, pa.float32()))
