@@ -23,6 +23,7 @@ from postrl.batch import Batch, Stop, unit_sum
 from postrl.errors import UserError
 from postrl.method import Forward
 from postrl.policies.base import Completion, Key, Sampling
+from postrl.policies.draw import draw
 from postrl.rollout import Rollout, Turn, collate
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -152,8 +153,20 @@ class _Session:
     keep: bool = False
 
 
+@dataclass
+class _Draft:
+    """A completion under way. `uniform` holds a number for every token it may still have; `state` a table row."""
+
+    session: int
+    state: int
+    uniform: np.ndarray
+    tokens: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+    stop: Stop = Stop.TRUNCATED
+
+
 class TabularSampler:
-    """Draws from the policy's weights as they are when polled, one completion after another."""
+    """Draws from the policy's weights as they are when polled; all queued completions advance together."""
 
     def __init__(self, policy: Tabular):
         self.policy = policy
@@ -185,9 +198,20 @@ class TabularSampler:
     def poll(self) -> list[Completion]:
         """Every queued completion, in the order of submission."""
         queue, self.queue = self.queue, []
-        with torch.no_grad():
-            table = self.policy.table.detach().cpu().double().numpy()
-        return [self._complete(session, table) for session in queue]
+        table = self.policy.table.detach().cpu().double()
+        drafts = [self._draft(session) for session in queue]
+        going = [draft for draft in drafts if len(draft.uniform)]
+        while going:
+            self._advance(table, going)
+            going = [d for d in going if d.stop == Stop.TRUNCATED and len(d.tokens) < len(d.uniform)]
+        done = []
+        for draft in drafts:
+            here = self.sessions[draft.session]
+            here.context += draft.tokens
+            done.append(Completion(draft.session, here.key, draft.tokens, draft.logp, draft.stop))
+            if not here.keep:
+                self.close(draft.session)
+        return done
 
     def close(self, session: int) -> None:
         del self.sessions[session]
@@ -197,49 +221,29 @@ class TabularSampler:
         if self.sessions:
             raise RuntimeError(f"{len(self.sessions)} sessions are open while the weights change; close them first")
 
-    def _complete(self, session: int, table: np.ndarray) -> Completion:
+    def _draft(self, session: int) -> _Draft:
         here = self.sessions[session]
-        rng = np.random.default_rng(list(here.key))
-        tokens: list[int] = []
-        logp: list[float] = []
-        stop = Stop.TRUNCATED
-        room = self.policy.context_length - len(here.context)
-        for _ in range(min(here.sampling.max_tokens, room)):
-            token, chance = draw(table[self.policy.state(here.context)], here.sampling, rng.random())
-            here.context.append(token)
-            tokens.append(token)
-            logp.append(chance)
-            if token in here.sampling.stop:
-                stop = Stop.FINISHED
-                break
-        if not here.keep:
-            self.close(session)
-        return Completion(session, here.key, tokens, logp, stop)
+        room = min(here.sampling.max_tokens, self.policy.context_length - len(here.context))
+        uniform = np.random.default_rng(list(here.key)).random(max(room, 0))
+        return _Draft(session, self.policy.state(here.context), uniform)
 
-
-def draw(logits: np.ndarray, sampling: Sampling, uniform: float) -> tuple[int, float]:
-    """(token, its log-probability before top-p and top-k) by inverse CDF at `uniform` in [0, 1).
-
-    At temperature 0: the most likely token, its log-probability at temperature 1. top-k keeps the k most likely tokens,
-    then top-p the fewest of them that hold a share ≥ top_p; of equally likely tokens the first goes first.
-    """
-    logps = logits / (sampling.temperature or 1.0)
-    logps = logps - logps.max()
-    logps = logps - np.log(np.exp(logps).sum())
-    if sampling.temperature == 0:
-        token = int(logps.argmax())
-        return token, float(logps[token])
-    kept = np.exp(logps)
-    order = np.argsort(-kept, kind="stable")
-    if sampling.top_k:
-        kept[order[sampling.top_k :]] = 0
-    if sampling.top_p < 1:
-        before = np.cumsum(kept[order]) - kept[order]
-        kept[order[before >= sampling.top_p * kept.sum()]] = 0
-    cumulative = np.cumsum(kept)
-    token = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
-    last = int(np.flatnonzero(kept)[-1])  # rounding may put uniform · total at the total itself
-    return min(token, last), float(logps[min(token, last)])
+    def _advance(self, table: Float[Tensor, "states V"], going: list[_Draft]) -> None:
+        """One more token for each."""
+        sampling = [self.sessions[draft.session].sampling for draft in going]
+        base = table.shape[1] + 1
+        tokens, logp = draw(
+            table[[draft.state for draft in going]],
+            torch.tensor([draft.uniform[len(draft.tokens)] for draft in going], dtype=torch.float64),
+            torch.tensor([s.temperature for s in sampling], dtype=torch.float64),
+            torch.tensor([s.top_p for s in sampling], dtype=torch.float64),
+            torch.tensor([s.top_k for s in sampling]),
+        )
+        for draft, token, chance, s in zip(going, tokens.tolist(), logp.tolist(), sampling, strict=True):
+            draft.tokens.append(token)
+            draft.logp.append(chance)
+            draft.state = (draft.state * base + token + 1) % base**self.policy.memory
+            if token in s.stop:
+                draft.stop = Stop.FINISHED
 
 
 def _completions(vocabulary: int, horizon: int, stop: frozenset[int]) -> list[list[int]]:
