@@ -1,6 +1,6 @@
 """Copy a two-letter string with a table of logits: every part of a run, in seconds, without a model file."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from postrl import papers
@@ -19,28 +19,21 @@ from postrl.train import Result, train
 class Config:
     """Options of this recipe."""
 
-    folder: Path = Path("runs/copy_task")
-    """Where the run's files go."""
-    resume: bool = False
-    """Go on with the run in `folder`."""
     method: str = "grpo"
-    """A policy-gradient method of the shelf; `postrl papers` lists them."""
+    """A method of the shelf: see `postrl papers`."""
     length: int = 2
     """Letters to copy."""
     alphabet: str = "abcd"
     """The letters there are."""
-    steps: int = 40
-    """Rollout batches to train on."""
-    updates: int = 4
-    """Mini-batches per rollout batch."""
     groups_per_step: int = 16
-    """Strings per rollout batch."""
+    """Strings per step."""
     group_size: int = 8
-    """Answers per string."""
-    learning_rate: float = 0.1
-    """Of AdamW, on the table's logits."""
-    seed: int = 0
-    """Decides the shuffles, the strings and every sampled letter."""
+    """Answers per string, which are compared with one another."""
+    train: Settings = field(default_factory=lambda: Settings(steps=40, updates=4, learning_rate=0.1))
+    out: Path = Path("runs/copy_task")
+    """Folder of the run."""
+    resume: bool = False
+    """Go on with the run in `out`."""
 
 
 def main(config: Config) -> Result:
@@ -49,7 +42,7 @@ def main(config: Config) -> Result:
     A table knows nothing about strings it has not met, so evaluation runs on the training strings.
     """
     renderer = Characters(config.alphabet)
-    task = copy_task(config.length, config.alphabet, test_share=0.0, seed=config.seed)
+    task = copy_task(config.length, config.alphabet, test_share=0.0, seed=config.train.seed)
     # One row of the table per context, so that every position of every string is learnt by itself.
     policy = Tabular.uniform(renderer.size, memory=2 * config.length, context_length=2 * config.length + 1)
     sampling = Sampling(max_tokens=config.length + 1)
@@ -60,25 +53,33 @@ def main(config: Config) -> Result:
         groups_per_step=config.groups_per_step,
         group_size=config.group_size,
         sampling=sampling,
-        seed=config.seed,
+        seed=config.train.seed,
     )
 
     def evaluation() -> Evaluation:
         return evaluate(
-            policy, renderer, task, split="train", items=16, n=16, ks=(1, 4, 16), sampling=sampling, seed=config.seed
+            policy,
+            renderer,
+            task,
+            split="train",
+            items=16,
+            n=16,
+            ks=(1, 4, 16),
+            sampling=sampling,
+            seed=config.train.seed,
         )
 
-    settings = Settings(
-        steps=config.steps, updates=config.updates, learning_rate=config.learning_rate, seed=config.seed
-    )
+    described = asdict(config)
+    for name in ("train", "out", "resume"):
+        del described[name]
     return train(
         papers.method(config.method),
         policy,
         source,
-        settings,
-        config.folder,
+        config.train,
+        config.out,
         evaluate=evaluation,
-        describe={"recipe": "copy_task", "task": task.name, "characters": config.alphabet},
+        describe={**described, "task": task.name, "characters": config.alphabet},
         resume=config.resume,
     )
 

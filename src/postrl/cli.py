@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from postrl.evaluate import Evaluation
 
 C = TypeVar("C")
+BAD_INPUT, INTERRUPTED = 2, 130  # exit codes
 Option = bool | int | float | str
 
 DESCRIPTION = """Reinforcement-learning post-training of language models.
@@ -44,9 +45,27 @@ Options = Annotated[dict[str, Option] | None, tyro.conf.arg(metavar="NAME VALUE 
 
 
 def run_recipe(config: type[C], main: Callable[[C], object]) -> None:
-    """The last line of a recipe: read options from the command line into `config`, run, and end as the CLI does."""
+    """The last line of a recipe: read options from the command line into `config`, run, and end as the CLI does.
+
+    Options of nested dataclasses need no prefix: `--steps` sets `config.train.steps`.
+    """
     with orderly():
-        main(tyro.cli(config))
+        _run(config, main, sys.argv[1:])
+
+
+def _run(
+    config: type[C],
+    main: Callable[[C], object],
+    options: Sequence[str],
+    program: str | None = None,
+    description: str | None = None,
+) -> None:
+    chosen = tyro.cli(config, args=options, prog=program, description=description, config=(tyro.conf.OmitArgPrefixes,))
+    result = main(chosen)
+    from postrl.train import Result
+
+    if isinstance(result, Result) and result.status == "interrupted":
+        sys.exit(INTERRUPTED)  # everything is saved, but whoever waits for the run must not go on as if it were done
 
 
 @contextmanager
@@ -56,10 +75,10 @@ def orderly() -> Iterator[None]:
         yield
     except UserError as error:
         print(f"postrl: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(BAD_INPUT)
     except KeyboardInterrupt:
         print("postrl: interrupted", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -83,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run_named(name: str, options: Sequence[str]) -> None:
     """Run the recipe called `name` with command-line options."""
     found = recipes_folder.load(name)
-    found.main(tyro.cli(found.config, args=options, prog=f"postrl train {name}", description=found.summary))
+    _run(found.config, found.main, options, f"postrl train {name}", found.summary)
 
 
 def train(recipe: Recipe) -> None:
@@ -122,8 +141,10 @@ def measure(
         n: Answers per problem; by default the largest k.
         items: Problems.
         options: Options of the task, for example `--options max_terms 3 max_digits 1`. That of gsm8k is `source`, a
-            JSONL file or a data set of the hub; those of copy are `length` and `alphabet`.
-        template: The user's message, in which {question} stands for the problem; by default the task's own.
+            JSONL file or a data set of the hub; those of copy are `length` and `alphabet`. By default those that a run
+            was trained with, if it was trained on this task.
+        template: The user's message, in which {question} stands for the problem; by default the one that a run was
+            trained with, else the problem alone.
         extract: How the answer is taken out of a completion.
         split: Held-out problems, or those to train on.
         temperature: Of sampling; 0 is greedy.
@@ -137,15 +158,21 @@ def measure(
     import torch
 
     from postrl.evaluate import evaluate
-    from postrl.export import is_run, load_run
+    from postrl.export import configuration, is_run, load_run
     from postrl.files import write_json
     from postrl.policies.base import Sampling
     from postrl.policies.loading import load_policy
 
     ks = _numbers(k)
+    run = Path(model) if is_run(Path(model)) else None
+    trained = configuration(run) if run else {}
+    if template is None:
+        template = str(trained.get("template", "{question}"))
+    if options is None and trained.get("task") == task:
+        options = dict(trained.get("task_options", {}))
     supply = make_task(task, options or {}, template, extract, seed)
     torch.set_num_threads(threads)
-    policy, renderer = load_run(Path(model), checkpoint) if is_run(Path(model)) else load_policy(model)
+    policy, renderer = load_run(run, checkpoint) if run else load_policy(model)
     found = evaluate(
         policy,
         renderer,
@@ -169,7 +196,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def make_task(name: str, options: dict[str, Option], template: str | None, extract: str, seed: int) -> "Task":
+def make_task(name: str, options: dict[str, Option], template: str, extract: str, seed: int) -> "Task":
     """A task by its name on the command line. Raises UserError naming the task or option that is unknown."""
     from postrl.envs.copy_task import copy_task
     from postrl.envs.gsm8k import gsm8k
@@ -179,13 +206,15 @@ def make_task(name: str, options: dict[str, Option], template: str | None, extra
     reading = {f.__name__: f for f in (exact.last_number, exact.tagged, exact.boxed, exact.after_answer)}
     how = reading.get(extract, exact.whole_text)
     options = {key.replace("-", "_"): value for key, value in options.items()}
-    shape = {} if template is None else {"template": template}
     if name == "copy":
-        return copy_task(**_known(name, options, ("length", "alphabet")), seed=seed)  # pyright: ignore[reportArgumentType]
+        length = _known(name, options, ("length", "alphabet")).get("length", 2)
+        if not isinstance(length, int) or length < 1:
+            raise UserError(f"option length={length} of task 'copy' must be a whole number above 0")
+        return copy_task(length, str(options.get("alphabet", "abcd")), seed=seed)
     if name == "gsm8k":
         source = _known(name, options, ("source",)).get("source", "openai/gsm8k")
-        return gsm8k(str(source), extract=how, seed=seed, **shape)
-    return ReasoningTask(name, options, extract=how, seed=seed, **shape)
+        return gsm8k(str(source), extract=how, template=template, seed=seed)
+    return ReasoningTask(name, options, extract=how, template=template, seed=seed)
 
 
 def _known(task: str, options: dict[str, Option], names: Sequence[str]) -> dict[str, Option]:

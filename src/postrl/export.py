@@ -22,6 +22,14 @@ def is_run(folder: Path) -> bool:
     return (folder / "run.json").exists()
 
 
+def configuration(run: Path) -> dict:
+    """What a run was told. Raises UserError if `run` holds no run, or a damaged one."""
+    found = read_json(run / "run.json", "a run").get("configuration")
+    if not isinstance(found, dict):
+        raise UserError(f"{run / 'run.json'} cannot be read as a run: it has no configuration")
+    return found
+
+
 def find_checkpoint(run: Path, which: Which) -> Path:
     """Folder of the last, the best, or a step's checkpoint. Raises UserError naming those there are."""
     if not is_run(run):
@@ -53,14 +61,14 @@ def load_run(run: Path, which: Which = "last") -> tuple[Policy, Renderer]:
     UserError if it names none, or the checkpoint is damaged or of another model.
     """
     path = find_checkpoint(run, which)
-    configuration = read_json(run / "run.json", "a run").get("configuration")
-    if not isinstance(configuration, dict) or not isinstance(configuration.get("model"), str):
+    told = configuration(run)
+    if not isinstance(told.get("model"), str):
         raise UserError(f"{run / 'run.json'} names no model, so there is nothing to load its checkpoint into")
-    rank = configuration.get("lora_rank", 0)
+    rank = told.get("lora_rank", 0)
     if not isinstance(rank, int) or rank < 0:
         raise UserError(f"{run / 'run.json'} is damaged: lora_rank is {rank!r}")
     lora = LoRA(rank=rank, alpha=2.0 * rank) if rank else None  # the scale does not follow from the tensors
-    policy, renderer = load_policy(configuration["model"], lora=lora)
+    policy, renderer = load_policy(told["model"], lora=lora)
     assert isinstance(policy, nn.Module)
     # What was trained is what was saved: everything, some layers, or an adapter.
     trained = _names(path / "policy.safetensors")

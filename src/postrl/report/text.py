@@ -14,7 +14,7 @@ TURNING = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")  # bid
 def visible(text: str) -> str:
     """The same text without invisible power: control characters, and those that turn the reading direction, are shown.
 
-    Escaping for HTML is left to the template; this is about what escaping does not reach (NUL, U+202E, lone surrogates).
+    Escaping for HTML is the template's; this is about what escaping does not reach (NUL, U+202E, lone surrogates).
     """
     return "".join(character if _harmless(character) else _picture(character) for character in text)
 
@@ -60,4 +60,4 @@ def _by_tokenizer(model: str) -> Pieces:
     except UserError as error:
         print(f"the report shows numbers instead of the text of tokens: {error}")
         return lambda tokens: [numbered(t) for t in tokens]
-    return lambda tokens: [tokenizer.decode([t]) for t in tokens]
+    return lambda tokens: [str(tokenizer.decode([t])) for t in tokens]
