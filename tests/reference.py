@@ -1,0 +1,298 @@
+"""Every method again, from its equations, in plain Python numbers and loops; shares nothing with src but the record.
+
+One function per method of the shelf, named like it and with the same options. Derivatives are written by hand.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from laws import Case, near, update
+from postrl.batch import Batch
+from postrl.method import Method
+
+
+@dataclass
+class Answer:
+    """A unit: its group and cluster, its reward (None = missing), and its sampled tokens."""
+
+    group: int
+    cluster: int
+    rewards: list[float | None]
+    tokens: list[tuple[int, int]] = field(default_factory=list)  # (row, column)
+    new: list[float] = field(default_factory=list)  # log-probabilities
+    old: list[float] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass
+class Result:
+    """A, W and the gradient with respect to log π as [B][T] lists, and the loss."""
+
+    advantage: list[list[float]]
+    weight: list[list[float]]
+    gradient: list[list[float]]
+    loss: float = 0.0
+
+
+def answers(batch: Batch, logp) -> list[Answer]:
+    groups, rewards = batch.groups.tolist(), batch.rewards.tolist()
+    out = [
+        Answer(groups[n][0], groups[n][-1], [None if math.isnan(r) else r for r in rewards[n]])
+        for n in range(batch.size)
+    ]
+    mask, new, old = batch.mask.tolist(), logp.tolist(), batch.logp_old.tolist()
+    for b, n in enumerate(batch.unit.tolist()):
+        for t, sampled in enumerate(mask[b]):
+            if sampled:
+                out[n].tokens.append((b, t))
+                out[n].new.append(new[b][t])
+                out[n].old.append(old[b][t])
+    return out
+
+
+def total(answer: Answer, weights: Sequence[float], missing: str) -> float | None:
+    used = [(r, w) for r, w in zip(answer.rewards, weights, strict=True) if w != 0]
+    if missing == "exclude" and any(r is None for r, _ in used):
+        return None
+    if all(r is None for r, _ in used):
+        return None
+    return sum(r * w for r, w in used if r is not None)
+
+
+def over_group(units: list[Answer], rewards: list[float | None], credit: Callable, singleton: str, min_spread: float):
+    """credit(reward, rewards of the group) for each unit, with the rules for missing, lone and equal rewards."""
+    out = []
+    for unit, reward in zip(units, rewards, strict=True):
+        if reward is None:
+            out.append(0.0)
+            continue
+        group = [r for u, r in zip(units, rewards, strict=True) if u.group == unit.group and r is not None]
+        if len(group) == 1:
+            out.append(reward if singleton == "raw" else 0.0)
+        elif max(group) - min(group) <= min_spread:
+            out.append(0.0)
+        else:
+            out.append(credit(reward, group))
+    return out
+
+
+def standard_score(ddof: int, eps: float) -> Callable[[float, list[float]], float]:
+    def credit(reward: float, group: list[float]) -> float:
+        mean = sum(group) / len(group)
+        variance = sum((r - mean) ** 2 for r in group) / max(1, len(group) - ddof)
+        return (reward - mean) / (math.sqrt(variance) + eps)
+
+    return credit
+
+
+def credits_of(units, batch, ddof=1, eps=1e-6, singleton="zero", min_spread=1e-6, missing="exclude", shaping=None):
+    rewards = [total(u, batch.reward_weights.tolist(), missing) for u in units]
+    if shaping is not None:
+        rewards = [None if r is None else r + shaping(u.length) for u, r in zip(units, rewards, strict=True)]
+    return over_group(units, rewards, standard_score(ddof, eps), singleton, min_spread)
+
+
+def assemble(batch: Batch, units: list[Answer], credit, weight: Callable[[Answer], float], token: Callable) -> Result:
+    """token(answer, k, A) -> (l, dl/dlog π of the k-th token); the sum over tokens of W·l."""
+    grid = [[[0.0] * batch.mask.shape[1] for _ in range(batch.mask.shape[0])] for _ in range(3)]
+    result = Result(*grid)
+    for unit, a in zip(units, credit, strict=True):
+        for k, (b, t) in enumerate(unit.tokens):
+            w = weight(unit)
+            loss, slope = token(unit, k, a)
+            result.advantage[b][t], result.weight[b][t], result.gradient[b][t] = a, w, w * slope
+            result.loss += w * loss
+    return result
+
+
+def counted(units: list[Answer], count_empty: bool) -> int:
+    return max(1, len(units) if count_empty else sum(u.length > 0 for u in units))
+
+
+def ratio(unit: Answer, k: int) -> float:
+    return math.exp(unit.new[k] - unit.old[k])
+
+
+def surrogate(r: float, a: float, low: float, high: float, dual: float | None = None) -> tuple[float, float]:
+    """PPO's clipped loss and its derivative with respect to log r."""
+    clipped = min(max(r, 1 - low), 1 + high)
+    loss, slope = (-r * a, -r * a) if r * a <= clipped * a else (-clipped * a, 0.0)
+    if dual is not None and a < 0 and loss > -dual * a:
+        return -dual * a, 0.0
+    return loss, slope
+
+
+# ---------------------------------------------------------------- the methods
+
+
+def reinforce(batch, logp, missing="exclude", count_empty=False) -> Result:
+    units = answers(batch, logp)
+    credit = [total(u, batch.reward_weights.tolist(), missing) or 0.0 for u in units]
+    n = counted(units, count_empty)
+    return assemble(batch, units, credit, lambda u: 1 / n, lambda u, k, a: (-a * u.new[k], -a))
+
+
+def rloo(batch, logp, singleton="zero", min_spread=1e-6, missing="exclude", count_empty=False) -> Result:
+    units = answers(batch, logp)
+    rewards = [total(u, batch.reward_weights.tolist(), missing) for u in units]
+
+    def credit(reward, group):
+        others = list(group)
+        others.remove(reward)
+        return reward - sum(others) / len(others)
+
+    n = counted(units, count_empty)
+    chosen = over_group(units, rewards, credit, singleton, min_spread)
+    return assemble(batch, units, chosen, lambda u: 1 / n, lambda u, k, a: (-a * u.new[k], -a))
+
+
+def grpo(batch, logp, low=0.2, high=0.2, dual=None, count_empty=False, **statistics) -> Result:
+    units = answers(batch, logp)
+    n = counted(units, count_empty)
+    return assemble(
+        batch,
+        units,
+        credits_of(units, batch, **statistics),
+        lambda u: 1 / (n * u.length),
+        lambda u, k, a: surrogate(ratio(u, k), a, low, high, dual),
+    )
+
+
+def dr_grpo(
+    batch, logp, length=3000, low=0.2, high=0.2, singleton="zero", min_spread=1e-6, missing="exclude", count_empty=False
+) -> Result:
+    units = answers(batch, logp)
+    rewards = [total(u, batch.reward_weights.tolist(), missing) for u in units]
+    credit = over_group(units, rewards, lambda r, group: r - sum(group) / len(group), singleton, min_spread)
+    n = counted(units, count_empty)
+    return assemble(
+        batch, units, credit, lambda u: 1 / (n * length), lambda u, k, a: surrogate(ratio(u, k), a, low, high)
+    )
+
+
+def dapo(
+    batch, logp, low=0.2, high=0.28, correct="", max_length=20480, cache=4096, penalty=1.0, dual=None, **statistics
+) -> Result:
+    units = answers(batch, logp)
+
+    def overlong(length: int) -> float:
+        if length <= max_length - cache:
+            return 0.0
+        if length <= max_length:
+            return penalty * ((max_length - cache) - length) / cache
+        return -penalty
+
+    tokens = sum(u.length for u in units)
+    return assemble(
+        batch,
+        units,
+        credits_of(units, batch, shaping=overlong, **statistics),
+        lambda u: 1 / tokens,
+        lambda u, k, a: surrogate(ratio(u, k), a, low, high, dual),
+    )
+
+
+def cispo(batch, logp, high=5.0, low=None, bound="absolute", **statistics) -> Result:
+    units = answers(batch, logp)
+    shift = 1.0 if bound == "delta" else 0.0
+    floor = 0.0 if low is None else (1 - low if bound == "delta" else low)
+    tokens = sum(u.length for u in units)
+
+    def token(u, k, a):
+        r = min(max(ratio(u, k), floor), shift + high)
+        return -r * a * u.new[k], -r * a
+
+    return assemble(batch, units, credits_of(units, batch, **statistics), lambda u: 1 / tokens, token)
+
+
+def gspo(batch, logp, low=3e-4, high=4e-4, count_empty=False, **statistics) -> Result:
+    """The sequence form: one ratio per answer, (1/N) Σ_i l_i, whose slope every token shares 1/|o_i|."""
+    units = answers(batch, logp)
+    n = counted(units, count_empty)
+
+    def token(u, k, a):
+        s = math.exp(sum(new - old for new, old in zip(u.new, u.old, strict=True)) / u.length)
+        return surrogate(s, a, low, high)
+
+    return assemble(batch, units, credits_of(units, batch, **statistics), lambda u: 1 / (n * u.length), token)
+
+
+def gmpo(batch, logp, low=0.4, high=0.4, count_empty=False, **statistics) -> Result:
+    """(Π_t clipped r)^(1/|o|) as a product; a token past its bound has no slope."""
+    units = answers(batch, logp)
+    n = counted(units, count_empty)
+
+    def token(u, k, a):
+        product = 1.0
+        for j in range(u.length):
+            r = ratio(u, j)
+            product *= min(r, math.exp(high)) if a > 0 else max(r, math.exp(-low))
+        mean = product ** (1 / u.length)
+        past = ratio(u, k) > math.exp(high) if a > 0 else ratio(u, k) < math.exp(-low)
+        return -a * mean, 0.0 if past else -a * mean
+
+    return assemble(batch, units, credits_of(units, batch, **statistics), lambda u: 1 / (n * u.length), token)
+
+
+def reco(
+    batch, logp, typical="geometric", cap=5.0, rescale=True, response_level=True, token_level=True, trust="ratio",
+    low=0.2, high=0.2, floor=1e-5, clusters="answer", **statistics,
+) -> Result:  # fmt: skip
+    units = answers(batch, logp)
+    n = counted(units, False)
+
+    def group(u: Answer) -> list[Answer]:
+        return [v for v in units if v.group == u.group and v.length]
+
+    def raw(u: Answer) -> float:
+        probability = 1.0
+        for old in u.old:
+            probability *= math.exp(old)
+        if typical == "geometric":
+            probability = probability ** (1 / u.length)
+        if typical == "empirical":
+            probability = sum(v.cluster == u.cluster for v in group(u)) / len(group(u))
+        return min(1 / (len(group(u)) * probability), cap)
+
+    def response(u: Answer) -> float:
+        if not response_level:
+            return 1.0
+        return raw(u) / (sum(raw(v) for v in group(u)) / len(group(u)) if rescale else 1.0)
+
+    def spread(logp: float) -> float:
+        p = math.exp(logp)
+        return p * max(1 - p, floor)
+
+    def token(u, k, a):
+        if not token_level:
+            return surrogate(ratio(u, k), a, low, high)
+        v = spread(u.new[k]) / spread(u.old[k])
+        tested = ratio(u, k) if trust == "ratio" else v
+        if (a > 0 and tested > 1 + high) or (a < 0 and tested < 1 - low):
+            return 0.0, 0.0
+        return -v * a * u.new[k], -v * a
+
+    return assemble(batch, units, credits_of(units, batch, **statistics), lambda u: response(u) / (n * u.length), token)
+
+
+# ---------------------------------------------------------------- comparison
+
+
+def agree(method: Method, case: Case, **options: object) -> None:
+    """Advantage, weights, loss and gradient of a one-term method are those of the function of its name: 1e-10."""
+    got = update(method, case.batch, case.now)
+    wanted = vars(sys.modules[__name__])[method.name](case.batch, case.now["logp"], **options)
+    for what, x, y in (
+        ("advantage", torch.where(case.batch.mask, got.advantage, 0), wanted.advantage),
+        ("weight", got.weights[0], wanted.weight),
+        ("loss", got.loss, wanted.loss),
+        ("gradient", got.gradient["logp"], wanted.gradient),
+    ):
+        near(x, torch.tensor(y, dtype=torch.float64).reshape(x.shape), what)
