@@ -5,12 +5,11 @@ needed in training. Sampling pads on the left and masks.
 """
 
 import inspect
-import warnings
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -95,11 +94,15 @@ class HuggingFacePolicy(nn.Module):
         if not file.exists():
             raise UserError(f"{folder} holds no adapter_model.safetensors; save the adapter with save_pretrained first")
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("error", message=".*[Mm]issing adapter keys.*")
-                self.model = peft.PeftModel.from_pretrained(self.model, folder, is_trainable=True)
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError, UserWarning, SafetensorError) as error:
+            with safe_open(file, framework="pt") as opened:
+                found = set(opened.keys())
+            self.model = peft.PeftModel.from_pretrained(self.model, folder, is_trainable=True)
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
             raise UserError(f"the adapter {file} does not fit its base model ({_line(error)})") from error
+        wanted = set(peft.get_peft_model_state_dict(self.model))  # PEFT itself only warns, or says nothing
+        if odd := sorted(found ^ wanted):
+            what = "is missing" if odd[0] in wanted else "has no place in the base model"
+            raise UserError(f"the adapter {file} does not fit its base model: {odd[0]} {what}")
         self._whole_head = not _probe(self.causal)
         return self.train(self.training)
 

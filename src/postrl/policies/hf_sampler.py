@@ -45,6 +45,7 @@ class HuggingFaceSampler:
 
     def __init__(self, policy: "HuggingFacePolicy", slots: int = 64) -> None:
         self.policy = policy
+        self.vocabulary, self.context_length = policy.causal.config.get_text_config().vocab_size, policy.context_length
         self._cached = "past_key_values" in policy.accepts
         self.slots = slots if self._cached else 1
         self._waiting: deque[_Request] = deque()
@@ -59,12 +60,12 @@ class HuggingFaceSampler:
         outside the vocabulary, an empty prompt, or a session that is unknown or not finished. An extension that leaves
         no room gives an empty TRUNCATED completion."""
         context = [int(token) for token in tokens]
-        vocabulary = self.policy.causal.config.get_text_config().vocab_size
-        if context and not 0 <= min(context) <= max(context) < vocabulary:
-            raise ValueError(f"a token is outside the vocabulary of {vocabulary}")
+        if context and not 0 <= min(context) <= max(context) < self.vocabulary:
+            raise ValueError(f"a token is outside the vocabulary of {self.vocabulary}")
         if sampling.max_tokens < 1:
             raise UserError(f"max_tokens={sampling.max_tokens}: a completion needs at least one")
-        if session is None and len(context) >= (room := self.policy.context_length):
+        if session is None and len(context) >= self.context_length:
+            room = self.context_length
             raise UserError(f"a prompt of {len(context)} tokens leaves no room in the model's context of {room}")
         if session is None:
             session, self._next = self._next, self._next + 1
@@ -97,9 +98,9 @@ class HuggingFaceSampler:
         while not finished and (self._running is not None or self._waiting):
             if self._running is None:
                 fresh = [self._waiting.popleft() for _ in range(min(self.slots, len(self._waiting)))]
-                finished += [self._finish(r, s) for r in fresh if (s := r.stop(self.policy.context_length)) is not None]
-                fresh = [request for request in fresh if request.stop(self.policy.context_length) is None]
-                self._running = _Running(self.policy, fresh, self._cached) if fresh else None
+                finished += [self._finish(r, s) for r in fresh if (s := r.stop(self.context_length)) is not None]
+                fresh = [request for request in fresh if request.stop(self.context_length) is None]
+                self._running = _Running(self.policy, fresh, self._cached, self.context_length) if fresh else None
             else:
                 done = self._running.advance()
                 finished += [self._finish(request, stop) for request, stop in done]
@@ -127,8 +128,8 @@ class HuggingFaceSampler:
 class _Running:
     """Completions that were started together, padded on the left."""
 
-    def __init__(self, policy: "HuggingFacePolicy", requests: list[_Request], cached: bool) -> None:
-        self.policy, self.requests, self.cached = policy, requests, cached
+    def __init__(self, policy: "HuggingFacePolicy", requests: list[_Request], cached: bool, room: int) -> None:
+        self.policy, self.requests, self.cached, self.room = policy, requests, cached, room
         device = next(policy.parameters()).device
         length = max(len(request.context) for request in requests)
         tokens = torch.zeros(len(requests), length, dtype=torch.int64, device=device)
@@ -144,7 +145,7 @@ class _Running:
         for request, token, logp in zip(self.requests, *self._draw(), strict=True):
             request.tokens.append(token)
             request.logp.append(logp)
-        stops = [request.stop(self.policy.context_length) for request in self.requests]
+        stops = [request.stop(self.room) for request in self.requests]
         done = [(request, stop) for request, stop in zip(self.requests, stops, strict=True) if stop is not None]
         stay = [b for b, stop in enumerate(stops) if stop is None]
         if done and stay:
