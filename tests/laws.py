@@ -230,6 +230,11 @@ def near(got: Tensor, wanted: Tensor, what: str) -> None:
     assert worst <= bound, f"{what} differs by {worst:.3g}, allowed {bound:.3g}"
 
 
+def equal(got: Tensor, wanted: Sequence) -> None:
+    """A float64 tensor against numbers worked out by hand."""
+    near(got, torch.tensor(wanted, dtype=torch.float64), "result")
+
+
 def same(got: Update, wanted: Update, order: Tensor | slice = slice(None)) -> None:
     near(got.loss, wanted.loss, "loss")
     for name, gradient in wanted.gradient.items():
