@@ -7,7 +7,6 @@ import time
 
 import pytest
 import torch
-from scripted import CHARACTERS, END, Scripted, World, ids
 
 from postrl.batch import Stop
 from postrl.collect import Limits, WorldError, collect
@@ -18,6 +17,7 @@ from postrl.policies.base import Sampling
 from postrl.policies.tabular import Tabular
 from postrl.rewards.rubric import Reward, RewardError, Rubric
 from postrl.rollout import collate
+from scripted import CHARACTERS, END, Scripted, World, ids
 
 ZERO = Rubric((Reward("zero", lambda rollout: 0.0),))
 TWO = Limits(max_turns=2)

@@ -99,10 +99,9 @@ def evaluate(
         raise UserError(f"ks={list(ks)} must lie between 1 and n={n}, the samples per problem; raise n or drop some k")
     if correct not in task.rubric.names:
         raise UserError(f"task {task.name!r} has no reward {correct!r}; it has: {', '.join(task.rubric.names)}")
-    size = task.size(split)
-    count = items if size is None else min(items, size)
-    if count < 1:
-        raise UserError(f"task {task.name!r} has {size} {split} problems and items={items}; nothing to evaluate")
+    if items < 1:
+        raise UserError(f"items is {items}; it must be at least 1")
+    count = len({task.environment(split, index).item for index in range(items)})  # then the split begins again
     if sampler is None:
         sampler = policy.sampler()
     else:

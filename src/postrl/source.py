@@ -3,8 +3,6 @@
 A source is called once per step (again, if the loop refills) and can be saved and resumed at every such boundary.
 """
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Protocol, runtime_checkable
@@ -12,13 +10,10 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from postrl.collect import Limits, collect
-from postrl.envs.base import Split, Task
+from postrl.envs.base import Task, digest
 from postrl.errors import UserError
 from postrl.policies.base import Policy, Renderer, Sampler, Sampling
 from postrl.rollout import Rollout
-
-FINGERPRINTED = 10_000  # problems of a finite split that a fingerprint looks at
-FINGERPRINTED_UNBOUNDED = 100  # of a generated one, which is the same everywhere or nowhere
 
 
 @runtime_checkable
@@ -63,7 +58,6 @@ class OnPolicy:
         self.sampling, self.seed, self.position = sampling, seed, 0
         self.limits = fit(Limits(max_turns=task.max_turns) if limits is None else limits, policy)
         self._sampler: Sampler | None = None
-        self._fingerprint: str | None = None
 
     def __call__(self, step: int, groups: int | None = None) -> list[Rollout]:
         """The next `groups` (default: groups_per_step) groups, scored, in order; `step` is the policy's version too."""
@@ -84,11 +78,11 @@ class OnPolicy:
         return rollouts
 
     def state_dict(self) -> dict[str, object]:
-        return {"position": self.position, "task": self.task.name, "fingerprint": self._task_fingerprint()}
+        return {"position": self.position, "task": self.task.name, "fingerprint": self.task.fingerprint}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Raises UserError if the task's problems are not those of the saved run."""
-        if state["fingerprint"] != self._task_fingerprint():
+        if state["fingerprint"] != self.task.fingerprint:
             raise UserError(
                 f"the problems of task {self.task.name!r} are not those of the checkpoint (task {state['task']!r}); "
                 "resume with the same task, options and data, or start a new run"
@@ -103,11 +97,6 @@ class OnPolicy:
         else:
             sampler.refresh()
         return sampler
-
-    def _task_fingerprint(self) -> str:
-        if self._fingerprint is None:
-            self._fingerprint = fingerprint(self.task)
-        return self._fingerprint
 
 
 class Dataset:
@@ -150,7 +139,7 @@ class Dataset:
         return int(np.random.default_rng([self.seed, epoch]).permutation(len(self.groups))[place])
 
     def _fingerprint(self) -> str:
-        return _digest([asdict(rollout) for members in self.groups for rollout in members])
+        return digest([asdict(rollout) for members in self.groups for rollout in members])
 
 
 def check_training(sampling: Sampling) -> None:
@@ -170,26 +159,6 @@ def check_training(sampling: Sampling) -> None:
 def fit(limits: Limits, policy: Policy) -> Limits:
     """The same limits, with a context no longer than the policy's."""
     return replace(limits, max_context=min(limits.max_context, policy.context_length))
-
-
-def fingerprint(task: Task) -> str:
-    """A hash of the task's name, sizes, reward names and first problems."""
-    parts: list[object] = [task.name, list(task.rubric.names)]
-    splits: tuple[Split, ...] = ("train", "test")
-    for split in splits:
-        size = task.size(split)
-        known = FINGERPRINTED_UNBOUNDED if size is None else min(size, FINGERPRINTED)
-        parts += [size, [_problem(task, split, index) for index in range(known)]]
-    return _digest(parts)
-
-
-def _problem(task: Task, split: Split, index: int) -> list[object]:
-    environment = task.environment(split, index)
-    return [environment.item, dict(environment.info)]
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _whole(value: object) -> int:

@@ -1,6 +1,7 @@
 """Worlds: an environment is one problem, used once; a task is a numbered supply of them."""
 
 import hashlib
+import json
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
@@ -56,11 +57,21 @@ class Task(Protocol):
         """Most turns of the policy in one environment; 1 for question and answer."""
         ...
 
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all that the problems and their order depend on: a resumed run must meet the same ones."""
+        ...
+
     def size(self, split: Split) -> int | None:
-        """Number of distinct problems; None if unbounded."""
+        """Number of distinct problems; None if unbounded. May take time: a generated task draws them to count them."""
         ...
 
     def environment(self, split: Split, index: int) -> Environment: ...
+
+
+def digest(value: object) -> str:
+    """SHA-256, in hexadecimal digits, of plain JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def content_hash(text: str) -> str:

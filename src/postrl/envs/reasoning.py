@@ -8,11 +8,12 @@ answer, so `correct` is a score of exactly 1 for the *extracted* answer; the raw
 
 import importlib.util
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from postrl.envs.base import Split, content_hash, split_of
+from postrl.envs.base import Split, content_hash, digest, split_of
 from postrl.envs.single_turn import SingleTurn, ask, epoch_position
 from postrl.errors import UserError
 from postrl.rewards.exact import Extract, last_number
@@ -21,7 +22,8 @@ from postrl.rollout import Rollout
 
 CHUNK = 500  # problems of one reasoning-gym data set; the next chunk begins where its seeds end
 PATIENCE = (1_000, 20_000)  # draws without a new problem that end the space: five times its size, within these bounds
-CHECKED = 16  # problems whose own answer must pass extraction and scoring
+CHECKED = 8  # problems whose own answer must pass extraction and scoring, written in one of these forms
+FORMS = ("…", "<answer>…</answer>", "\\boxed{…}", "Answer: …")
 
 
 class ReasoningTask:
@@ -59,8 +61,17 @@ class ReasoningTask:
         self.rubric = Rubric((Reward("correct", self._correct), Reward("raw_score", self._raw_score, weight=0.0)))
         self._check()
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the configuration and the first problems, which differ if the library or an option does."""
+        first = [[item, str(entry["answer"])] for item, entry in islice(self._entries.items(), CHECKED)]
+        return digest([self.name, self.seed, self._template, self._system, self._test_share, first])
+
     def size(self, split: Split) -> int | None:
-        """Number of distinct problems found until `PATIENCE` ran out; None if both splits have more than `measure`."""
+        """Number of distinct problems found until `PATIENCE` ran out; None if both splits have more than `measure`.
+
+        It draws them, which takes long where a problem does (some puzzles take a second each).
+        """
         while len(self._entries) <= self.measure and not self._exhausted:
             self._draw()
         return len(self._order[split]) if self._exhausted else None
@@ -121,9 +132,9 @@ class ReasoningTask:
         """A task whose own answers do not come through would only ever pay 0."""
         while len(self._entries) < CHECKED and not self._exhausted:
             self._draw()
-        for entry in list(self._entries.values())[:CHECKED]:
+        for entry in islice(self._entries.values(), CHECKED):
             answer = entry["answer"]
-            if answer is not None and self._score(str(answer), entry) != 1:
+            if answer is not None and all(self._score(form.replace("…", str(answer)), entry) != 1 for form in FORMS):
                 raise UserError(
                     f"extract={self._extract} does not read the answer {str(answer)!r:.60} of task {self.name!r}; "
                     "choose another function of postrl.rewards.exact, for example tagged or whole_text"

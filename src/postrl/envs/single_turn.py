@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from postrl.envs.base import SPLIT_NUMBER, Split, Step, content_hash, split_of
+from postrl.envs.base import SPLIT_NUMBER, Split, Step, content_hash, digest, split_of
 from postrl.errors import UserError
 from postrl.rewards.rubric import Rubric
 from postrl.rollout import Message
@@ -69,6 +69,11 @@ class Problems:
         self._items: dict[Split, list[tuple[str, Problem]]] = {"train": [], "test": []}
         for item, problem in {content_hash(p.question): p for p in problems}.items():
             self._items[split_of(item, test_share)].append((item, problem))
+
+    @property
+    def fingerprint(self) -> str:
+        problems = [[item, dict(problem.info)] for items in self._items.values() for item, problem in items]
+        return digest([self.name, self.seed, self._template, self._system, self.rubric.names, problems])
 
     def size(self, split: Split) -> int:
         return len(self._items[split])

@@ -5,7 +5,7 @@ The prompt says nothing about the secret, so a policy that does better than chan
 
 from itertools import product
 
-from postrl.envs.base import Split, Step, content_hash, split_of
+from postrl.envs.base import Split, Step, content_hash, digest, split_of
 from postrl.envs.single_turn import epoch_position
 from postrl.errors import UserError
 from postrl.rewards.rubric import Reward, Rubric
@@ -47,6 +47,10 @@ class TwoTurn:
         self._secrets: dict[Split, list[str]] = {"train": [], "test": []}
         for letters in product(alphabet, repeat=length):
             self._secrets[split_of(content_hash("".join(letters)), test_share)].append("".join(letters))
+
+    @property
+    def fingerprint(self) -> str:
+        return digest([self.name, self.seed, self._opening, self._secrets])
 
     def size(self, split: Split) -> int:
         return len(self._secrets[split])

@@ -50,7 +50,7 @@ def after_answer(text: str) -> str | None:
     if start < 0:
         return None
     line = text[start + len("answer:") :].lstrip().split("\n", 1)[0]
-    return line.strip().strip("*").rstrip(".").strip() or None
+    return line.strip("* \t\r").rstrip(".").strip("* \t") or None
 
 
 def boxed(text: str) -> str | None:
@@ -87,6 +87,9 @@ def same_answer(answer: str | None, truth: str) -> bool:
     mine, right = number(answer), number(truth)
     if mine is not None and right is not None:
         return mine == right
+    answer, truth = (text.strip().strip("$").strip() for text in (answer, truth))
+    if {"$", "\n"} & set(answer):
+        return False  # several expressions: math-verify would pick the one that fits
     return _verifier.same(answer, truth)
 
 

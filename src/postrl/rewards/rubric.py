@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from postrl.batch import Stop
 from postrl.errors import UserError
 from postrl.rewards.foreign import TimedOut, call
@@ -127,8 +129,8 @@ async def _ask(reward: Reward, subject: object, item: str, slots: asyncio.Semaph
 def _checked(value: object, component: str, item: str) -> Score:
     if value is None:
         return None
-    if not isinstance(value, numbers.Real):  # numpy's scalars and bool are real numbers
+    if not isinstance(value, numbers.Real | np.bool_):  # numpy's other scalars and bool are real numbers
         raise RewardError(component, item, f"returned {value!r:.80}, which is no number,")
-    if not math.isfinite(value):
+    if not math.isfinite(float(value)):
         raise RewardError(component, item, f"returned {float(value)}")
     return float(value)
