@@ -38,6 +38,20 @@ def test_reference(name: str):
     laws.over_cases(lambda case: reference.agree(method(name), case), examples=60)
 
 
+@pytest.mark.parametrize("name", ["cispo", "dapo", "gspo", "gmpo", "reco"])
+def test_one_update_per_step_is_grpos(name: str):
+    """At r = 1 everything that is special about these methods' losses is gone; what is left is GRPO under their W."""
+    subject = method("reco", response_level=False) if name == "reco" else method(name)
+
+    def check(case: laws.Case) -> None:
+        now = {**case.now, "logp": torch.where(case.batch.mask, case.batch.logp_old, 0)}
+        plain = replace(grpo(), terms=(replace(grpo().terms[0], weight=subject.terms[0].weight),))
+        got, wanted = (laws.update(m, case.batch, now).gradient["logp"] for m in (subject, plain))
+        laws.near(got, wanted, "gradient")
+
+    laws.over_cases(check)
+
+
 @pytest.mark.parametrize("law", laws.LAWS)
 def test_law_with_further_terms(law: str):
     hold(law, grpo().plus(reference_kl(0.1, off_policy_correction=True), entropy_bonus(0.01)))
