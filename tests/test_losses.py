@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from builders import no_float_casts, poisoned, ragged_batch
+from builders import no_float_casts, poisoned, ragged_batch, units
 from postrl import losses
 
 POISON = [math.nan, math.inf, -math.inf]
@@ -177,6 +177,27 @@ def test_at_the_old_policy_every_surrogate_has_the_policy_gradient():
         logp = x.other.clone().requires_grad_()
         (gradient,) = torch.autograd.grad(loss(logp).sum(), logp)
         torch.testing.assert_close(gradient, -losses.on(x.mask, x.advantage), rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pooled_is_the_units_mean_with_each_tokens_own_gradient(seed: int):
+    batch = ragged_batch(seed)
+    x = poisoned(batch.mask, batch.logp_old).requires_grad_()
+    pooled = losses.pooled(x, batch)
+    means = [math.fsum(values) / max(len(values), 1) for values in units(batch, batch.logp_old)]
+    expected = torch.tensor(means, dtype=torch.float64)[batch.unit][:, None]
+    torch.testing.assert_close(pooled, losses.on(batch.mask, expected.expand(pooled.shape)), rtol=0, atol=1e-14)
+    share = torch.arange(pooled.numel(), dtype=torch.float64).reshape(pooled.shape)
+    (gradient,) = torch.autograd.grad((share * pooled).sum(), x)
+    assert torch.equal(gradient, losses.on(batch.mask, share))
+
+
+@pytest.mark.parametrize(
+    ("A", "expected"), [(1.0, [-0.5, 0.1, 0.3]), (-1.0, [-0.2, 0.1, 0.5]), (0.0, [-0.5, 0.1, 0.5])]
+)
+def test_one_sided_cuts_where_the_advantage_pushes(A: float, expected: list[float]):
+    x = torch.tensor([[-0.5, 0.1, 0.5]], dtype=torch.float64)
+    assert losses.one_sided(x, torch.full_like(x, A), low=0.2, high=0.3).tolist() == [expected]
 
 
 def test_k3_is_exact_for_nearly_equal_policies():

@@ -73,6 +73,17 @@ def test_sums(seed: int):
     assert float(fixed(batch).sum()) == pytest.approx(mean_length / 10, abs=1e-12)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("count_empty", [False, True])
+def test_stated_sums(seed: int, count_empty: bool):
+    """`share_counted` and `mean_length`, by which terms state their totals, against the weights and against a loop."""
+    batch = ragged_batch(seed)
+    counted = loop(batch, lambda own, total, counted, units: 1 / ((units if count_empty else counted) * own)).sum()
+    tokens = loop(batch, lambda own, total, counted, units: 1 / (units if count_empty else counted)).sum()
+    assert weights.share_counted(batch, count_empty) == pytest.approx(float(counted), abs=1e-12)
+    assert weights.mean_length(batch, count_empty) == pytest.approx(float(tokens), abs=1e-12)
+
+
 @pytest.mark.parametrize("weight", ALL)
 def test_zero_off_the_mask(weight: Weight):
     batch = ragged_batch(0)
