@@ -155,6 +155,24 @@ def test_heads_that_do_more_than_a_product_are_found(name: str, plain: bool) -> 
     assert HuggingFacePolicy(tiny_model(**ARCHITECTURES[name]))._whole_head is not plain
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_models_that_bear_padding_are_sampled_in_batches(name: str) -> None:
+    policy = HuggingFacePolicy(tiny_model(**ARCHITECTURES[name]))
+    sampler = policy.sampler(slots=8)
+    assert sampler.slots == (1 if name == "mamba" else 8)
+    reads = 0
+
+    def count(*_: object) -> None:
+        nonlocal reads
+        reads += 1
+
+    policy.causal.register_forward_pre_hook(count)
+    for n in range(8):
+        sampler.submit([5] * (n + 1), (n,), Sampling(max_tokens=5))
+    assert len(drain(sampler)) == 8
+    assert reads == (40 if name == "mamba" else 5)
+
+
 def test_dropout_is_off_in_training() -> None:
     policy = HuggingFacePolicy(tiny_model(**{**GPT2, "resid_pdrop": 0.5, "embd_pdrop": 0.5})).train()
     batch = collate([rollout()])

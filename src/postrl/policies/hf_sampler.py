@@ -1,7 +1,8 @@
 """Sampling from any Hugging Face causal language model, by its own key-value cache."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -35,19 +36,22 @@ class _Request:
         return Stop.TRUNCATED if full else None
 
 
+CACHE_NAMES = ("cache", "past_key_values")  # what transformers calls it now, and what it called it before
+
+
 class HuggingFaceSampler:
     """A `Sampler` over the model's own key-value cache.
 
     Up to `slots` waiting completions start together and leave one by one; sessions keep tokens, not keys and values,
-    and are read again on the next turn. Models without a key-value cache are sampled one completion at a time and
-    read from the start for every token.
+    and are read again on the next turn. A model without a cache, or whose predictions change with padding on the left,
+    is sampled one completion at a time and read from the start for every token.
     """
 
     def __init__(self, policy: "HuggingFacePolicy", slots: int = 64) -> None:
         self.policy = policy
         self.vocabulary, self.context_length = policy.causal.config.get_text_config().vocab_size, policy.context_length
-        self._cached = "past_key_values" in policy.accepts
-        self.slots = slots if self._cached else 1
+        batches = _batches(policy, self.vocabulary)
+        self.slots, self._caches = (slots, CACHE_NAMES) if batches else (1, ())
         self._waiting: deque[_Request] = deque()
         self._running: _Running | None = None
         self._kept: dict[int, list[int] | None] = {}  # open sessions; None while a completion is under way
@@ -86,12 +90,8 @@ class HuggingFaceSampler:
 
     def poll(self) -> list[Completion]:
         """See `Sampler`."""
-        training = self.policy.training
-        self.policy.eval()
-        try:
+        with _evaluating(self.policy):
             return self._work()
-        finally:
-            self.policy.train(training)
 
     def _work(self) -> list[Completion]:
         finished: list[Completion] = []
@@ -100,7 +100,7 @@ class HuggingFaceSampler:
                 fresh = [self._waiting.popleft() for _ in range(min(self.slots, len(self._waiting)))]
                 finished += [self._finish(r, s) for r in fresh if (s := r.stop(self.context_length)) is not None]
                 fresh = [request for request in fresh if request.stop(self.context_length) is None]
-                self._running = _Running(self.policy, fresh, self._cached, self.context_length) if fresh else None
+                self._running = _Running(self.policy, fresh, self._caches, self.context_length) if fresh else None
             else:
                 done = self._running.advance()
                 finished += [self._finish(request, stop) for request, stop in done]
@@ -128,8 +128,9 @@ class HuggingFaceSampler:
 class _Running:
     """Completions that were started together, padded on the left."""
 
-    def __init__(self, policy: "HuggingFacePolicy", requests: list[_Request], cached: bool, room: int) -> None:
-        self.policy, self.requests, self.cached, self.room = policy, requests, cached, room
+    def __init__(self, policy: "HuggingFacePolicy", requests: list[_Request], caches: Sequence[str], room: int) -> None:
+        self.policy, self.requests, self.room = policy, requests, room
+        self.cache_name = next((name for name in caches if name in policy.accepts), None)
         device = next(policy.parameters()).device
         length = max(len(request.context) for request in requests)
         tokens = torch.zeros(len(requests), length, dtype=torch.int64, device=device)
@@ -137,7 +138,7 @@ class _Running:
         for b, request in enumerate(requests):
             tokens[b, length - len(request.context) :] = torch.tensor(request.context, device=device)
             self.visible[b, length - len(request.context) :] = 1
-        self.past: Any = None
+        self.cache: Any = None
         self.logits = self._read(tokens)
 
     def advance(self) -> list[tuple[_Request, Stop]]:
@@ -148,18 +149,25 @@ class _Running:
         stops = [request.stop(self.room) for request in self.requests]
         done = [(request, stop) for request, stop in zip(self.requests, stops, strict=True) if stop is not None]
         stay = [b for b, stop in enumerate(stops) if stop is None]
-        if done and stay:
-            index = torch.tensor(stay, device=self.visible.device)
-            self.visible = self.visible[index]
-            if self.past is not None:
-                self.past.reorder_cache(index)
-        self.requests = [self.requests[b] for b in stay]
-        if self.requests:
-            new = torch.tensor([[request.tokens[-1]] for request in self.requests], device=self.visible.device)
-            self.visible = torch.cat([self.visible, torch.ones_like(new)], 1)
-            whole = [[*request.context, *request.tokens] for request in self.requests]
-            self.logits = self._read(new if self.cached else torch.tensor(whole, device=new.device))
+        if stay:
+            self.keep(stay)
+        else:
+            self.requests = []
         return done
+
+    def keep(self, stay: list[int]) -> None:
+        """Go on with some of the completions: their last tokens are read."""
+        device = self.visible.device
+        if len(stay) < len(self.requests):
+            index = torch.tensor(stay, device=device)
+            self.visible = self.visible[index]
+            if self.cache is not None:
+                self.cache.reorder_cache(index)
+            self.requests = [self.requests[b] for b in stay]
+        self.visible = torch.cat([self.visible, self.visible.new_ones(len(stay), 1)], 1)
+        whole = [[*request.context, *request.tokens] for request in self.requests]
+        unread = whole if self.cache_name is None else [tokens[-1:] for tokens in whole]
+        self.logits = self._read(torch.tensor(unread, device=device))
 
     def _draw(self) -> tuple[list[int], list[float]]:
         """The next token of each row and its log-probability."""
@@ -175,17 +183,40 @@ class _Running:
     @torch.no_grad()
     def _read(self, tokens: Tensor) -> Tensor:
         """Logits [b, V] that follow `tokens`, which extend what the cache holds."""
-        options: dict[str, Any] = {}
-        if self.cached:
-            options |= {"attention_mask": self.visible, "past_key_values": self.past, "use_cache": True}
-            if "position_ids" in self.policy.accepts:
-                positions = (self.visible.cumsum(1) - 1).clamp(min=0)
-                options["position_ids"] = positions[:, -tokens.shape[1] :]
-        else:
-            options["use_cache"] = False
+        options: dict[str, Any] = {"attention_mask": self.visible, "use_cache": self.cache_name is not None}
+        if self.cache_name:
+            options[self.cache_name] = self.cache
+        if "position_ids" in self.policy.accepts:
+            options["position_ids"] = (self.visible.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
         if "logits_to_keep" in self.policy.accepts:
             options["logits_to_keep"] = 1
         out = self.policy.causal(input_ids=tokens, **options)
-        if self.cached:
-            self.past = out.past_key_values
+        self.cache = out[self.cache_name] if self.cache_name else None
         return out.logits[:, -1]
+
+
+def _batches(policy: "HuggingFacePolicy", vocabulary: int) -> bool:
+    """Whether a row padded on the left and continued from the cache is predicted as without both, found by trying."""
+    contexts = [[n % vocabulary for n in range(1, length)] for length in (4, 9)]
+    requests = [_Request(n, (), context, Sampling(), np.zeros(0)) for n, context in enumerate(contexts)]
+    with _evaluating(policy), torch.no_grad():
+        trial = _Running(policy, requests, CACHE_NAMES, room=0)
+        if trial.cache_name is None:
+            return False
+        trial.requests[0].tokens.append(contexts[0][-1])
+        trial.keep([0])
+        whole = torch.tensor([[*contexts[0], contexts[0][-1]]], device=trial.visible.device)
+        expected = policy.causal(input_ids=whole, use_cache=False).logits[0, -1].double()
+    error = (trial.logits[0].double() - expected).abs().max()
+    return bool(error <= 64 * torch.finfo(trial.logits.dtype).eps * expected.abs().max())
+
+
+@contextmanager
+def _evaluating(policy: "HuggingFacePolicy") -> Iterator[None]:
+    """No dropout inside; the mode before it afterwards."""
+    training = policy.training
+    policy.eval()
+    try:
+        yield
+    finally:
+        policy.train(training)
