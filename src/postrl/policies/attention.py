@@ -6,24 +6,26 @@ on its own, so the keys and values of a prefix exist once whatever the number of
 """
 
 import math
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from postrl.policies.packing import Packed
 
 
 def rotate(x: Float[Tensor, "P H D"], cos: Float[Tensor, "P half"], sin: Float[Tensor, "P half"]) -> Tensor:
-    """Rotary embedding (Su et al. 2021, arXiv 2104.09864), first half of a head against its second half."""
-    first, second = x.chunk(2, dim=-1)
+    """Rotary embedding (Su et al. 2021, arXiv 2104.09864), first half of a head against its second half; in the type
+    of the angles."""
     cos, sin = cos[:, None], sin[:, None]
-    out = torch.empty_like(x)
+    wide = x.to(cos.dtype)
+    first, second = wide.chunk(2, dim=-1)
+    out = torch.empty_like(wide, memory_format=torch.contiguous_format)
     left, right = out.chunk(2, dim=-1)
     torch.mul(first, cos, out=left).addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=right).addcmul_(first, sin)
-    return out
+    return out.to(x.dtype)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -52,7 +54,7 @@ def attend_backward(
     if q.device.type == "cpu":
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         grads = flash(grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias)
-        return tuple(x.transpose(1, 2) for x in grads)
+        return grads[0].transpose(1, 2), grads[1].transpose(1, 2), grads[2].transpose(1, 2)
     heads, share = q.shape[1], k.shape
     keys, values = _repeat(k, heads), _repeat(v, heads)
     weights = (_scores(q, k, causal, bias) - lse[..., None]).exp()
@@ -94,13 +96,14 @@ class PackedAttention(torch.autograd.Function):
     """Rotary causal attention of packed q [P, H, D], k and v [P, kv, D] -> [P, H, D]."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, packed: Packed) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, packed: Packed) -> Tensor:
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         outs, lses = [], []
         for block, part in ((packed.prefixes, packed.prefix_part), (packed.rows, packed.row_part)):
             if block.tokens:
                 out, lse = attend(*(block.pad(x[part]) for x in (q, k, v)), causal=True)
-                outs.append(block.unpad(out)), lses.append(block.unpad(lse))
+                outs.append(block.unpad(out))
+                lses.append(block.unpad(lse))
         out, lse = _cat(outs), _cat(lses)
         if packed.cross.tokens:
             queries, prefix = packed.cross.pad(q[packed.cross_part]), packed.prefix_part
@@ -108,20 +111,22 @@ class PackedAttention(torch.autograd.Function):
             far = attend(queries, keys, values, bias=packed.bias(q.dtype))
             near = out[packed.cross_part], lse[packed.cross_part]
             both = merge(near, (packed.cross.unpad(far[0]), packed.cross.unpad(far[1])))
-            near[0].copy_(both[0]), near[1].copy_(both[1])
+            near[0].copy_(both[0])
+            near[1].copy_(both[1])
         ctx.save_for_backward(q, k, v, out, lse, cos, sin)
         ctx.packed = packed
         return out
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad: Tensor = grads[0]
         q, k, v, out, lse, cos, sin = ctx.saved_tensors
         packed: Packed = ctx.packed
         parts = []
         for block, part in ((packed.prefixes, packed.prefix_part), (packed.rows, packed.row_part)):
             if block.tokens:
-                grads = attend_backward(*(block.pad(x[part]) for x in (grad, q, k, v, out, lse)), causal=True)
-                parts.append([block.unpad(x) for x in grads])
+                padded = (block.pad(x[part]) for x in (grad, q, k, v, out, lse))
+                parts.append([block.unpad(x) for x in attend_backward(*padded, causal=True)])
         grad_q, grad_k, grad_v = (_cat(list(x)) for x in zip(*parts, strict=True))
         if packed.cross.tokens:
             cross, prefix = packed.cross_part, packed.prefix_part

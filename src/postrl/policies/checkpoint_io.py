@@ -1,9 +1,7 @@
 """Hugging Face folders: safetensors, one file or several with an index, written atomically and read bit for bit."""
 
-import json
-import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -11,7 +9,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from postrl import files
 from postrl.errors import UserError
+from postrl.files import whole_file, write_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 NOT_COPIED = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -19,15 +19,7 @@ NOT_COPIED = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h
 
 def read_json(path: Path) -> dict:
     """Raises UserError naming a file that is absent, damaged or no JSON object."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); expected a Hugging Face model folder") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error}); download or save the model again") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object; download or save the model again")
-    return value
+    return files.read_json(path, "a Hugging Face model folder")
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -36,7 +28,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     for file in _files(folder):
         try:
             with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 (not a dict)
+                for name in opened.keys():  # noqa: SIM118 (it is no dict)
                     tensors[name] = opened.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise UserError(f"{file} cannot be read ({error}); download or save the model again") from error
@@ -63,7 +55,8 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int)
             room = shard_bytes
         shards[-1][name] = tensor.detach().contiguous()
         room -= size
-    names = [SINGLE if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    names = [SINGLE] if len(shards) == 1 else names
     for name, shard in zip(names, shards, strict=True):
         write_file(folder / name, lambda path, shard=shard: save_file(shard, path, metadata={"format": "pt"}))
     if len(shards) > 1:
@@ -75,21 +68,10 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int)
             old.unlink(missing_ok=True)
 
 
-def write_json(path: Path, value: Mapping[str, object]) -> None:
-    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-    write_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
-
-
-def write_file(path: Path, write) -> None:  # noqa: ANN001
+def write_file(path: Path, write: Callable[[Path], object]) -> None:
     """`write(temporary)` and then a rename: a reader sees the old file or the new one, never half of one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
+    with whole_file(path) as temporary:
         write(temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def copy_rest(source: Path, target: Path) -> None:

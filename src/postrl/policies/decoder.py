@@ -5,9 +5,11 @@ their layers. Training runs on packed tokens: no padding, shared prefixes once, 
 sampled token meet the head.
 """
 
+import time
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -45,18 +47,18 @@ class _Normalise(torch.autograd.Function):
     """y = w·x·r with r = 1/√(mean x² + ε); by hand, because autograd would keep three more copies of x."""
 
     @staticmethod
-    def forward(ctx, x, weight, eps):  # noqa: ANN001
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
         scale = wide.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         return (wide * scale).to(x.dtype).mul_(weight)
 
     @staticmethod
-    def backward(ctx, grad):  # noqa: ANN001
+    def backward(ctx: Any, *grads: Any) -> Any:
         x, weight, scale = ctx.saved_tensors
-        unit = x * scale
+        unit, grad = x * scale, grads[0]
         grad_weight = (grad * unit).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        inner = grad * weight
+        inner = (grad * weight).to(unit.dtype)
         mean = torch.linalg.vecdot(inner, unit).div_(x.shape[-1])[..., None]
         return inner.sub_(unit.mul_(mean)).mul_(scale).to(x.dtype), grad_weight, None
 
@@ -65,13 +67,13 @@ class _Gate(torch.autograd.Function):
     """silu(gate)·up (Shazeer 2020, arXiv 2002.05202); keeps its two inputs and nothing else."""
 
     @staticmethod
-    def forward(ctx, gate, up):  # noqa: ANN001
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         return F.silu(gate).mul_(up)
 
     @staticmethod
-    def backward(ctx, grad):  # noqa: ANN001
-        gate, up = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (gate, up), grad = ctx.saved_tensors, grads[0]
         grad_up = F.silu(gate).mul_(grad)
         return torch.ops.aten.silu_backward(grad * up, gate), grad_up
 
@@ -130,11 +132,15 @@ class Trunk(nn.Module):
 class Decoder(nn.Module):
     """A policy (policies/base.py). Make one with `load` or `random`.
 
-    compute_dtype: type of the matrix products; weights, residual stream, norms and sums keep theirs. None = the weights'.
+    compute_dtype: of the matrix products (None: the weights'); weights, residual stream, norms and sums keep theirs.
     recompute: run each layer again in the backward pass instead of keeping its activations.
     """
 
-    def __init__(self, config: DecoderConfig, compute_dtype: torch.dtype | None = None, recompute: bool = False) -> None:
+    frequencies: Tensor
+
+    def __init__(
+        self, config: DecoderConfig, compute_dtype: torch.dtype | None = None, recompute: bool = False
+    ) -> None:
         super().__init__()
         self.config, self.compute_dtype, self.recompute = config, compute_dtype, recompute
         self.source: Path | None = None
@@ -165,9 +171,13 @@ class Decoder(nn.Module):
             if name not in tensors:
                 raise UserError(f"{folder} has no tensor {name!r}, which its config.json calls for")
             if tensors[name].shape != shape:
-                raise UserError(f"{folder}: {name!r} is {list(tensors[name].shape)}, its config.json says {list(shape)}")
+                raise UserError(
+                    f"{folder}: {name!r} is {list(tensors[name].shape)}, its config.json says {list(shape)}"
+                )
         if extra := sorted(set(tensors) - set(wanted)):
-            raise UserError(f"{folder} holds {extra[0]!r}, which a {config.model_type} decoder has not; use engine 'hf'")
+            raise UserError(
+                f"{folder} holds {extra[0]!r}, which a {config.model_type} decoder has not; use engine 'hf'"
+            )
         decoder.load_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()}, assign=True)
         decoder.requires_grad_(True)
         decoder.source = folder
@@ -261,7 +271,28 @@ class Decoder(nn.Module):
 def _fitting(tensors: Mapping[str, Tensor], config: DecoderConfig, folder: Path) -> dict[str, Tensor]:
     """Without what some checkpoints repeat: a tied head, rotary frequencies."""
     kept = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
-    if config.tied and "lm_head.weight" in kept:
-        if not torch.equal(kept.pop("lm_head.weight"), kept["model.embed_tokens.weight"]):
-            raise UserError(f"{folder}: config.json ties the head to the embeddings, but its tensors differ")
+    head = kept.pop("lm_head.weight", None) if config.tied else None
+    if head is not None and not torch.equal(head, kept["model.embed_tokens.weight"]):
+        raise UserError(f"{folder}: config.json ties the head to the embeddings, but its tensors differ")
     return kept
+
+
+@lru_cache
+def choose_compute_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 if its matrix products are at least 1.5 times as fast as float32's on this machine, else float32.
+
+    Measured once per process, for a moment; keep the answer in a checkpoint, since numbers depend on it.
+    """
+    seconds = {dtype: _seconds(device, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    return torch.bfloat16 if seconds[torch.float32] > 1.5 * seconds[torch.bfloat16] else torch.float32
+
+
+def _seconds(device: torch.device, dtype: torch.dtype) -> float:
+    """The best of several products like a layer's."""
+    x, weight = torch.ones(256, 768, device=device, dtype=dtype), torch.ones(2048, 768, device=device, dtype=dtype)
+    best = float("inf")
+    for _ in range(6):
+        start = time.perf_counter()
+        F.linear(x, weight)[0, 0].item()  # the item waits for an accelerator
+        best = min(best, time.perf_counter() - start)
+    return best

@@ -48,7 +48,7 @@ def _filter(weights: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
 def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
     """First index whose cumulative weight exceeds uniform · total: first its block, then its place in the block, so
     that no long sum of small numbers is made in float32 and only one block is summed up step by step."""
-    n, size = weights.shape
+    size = weights.shape[1]
     whole = size // BLOCK * BLOCK
     sums = [weights[:, :whole].unflatten(1, (-1, BLOCK)).sum(2)] if whole else []
     sums += [weights[:, whole:].sum(1, keepdim=True)] if whole < size else []

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from postrl.policies.attention import attend, merge, rotate
 from postrl.policies.cache import Cache, Prefix
@@ -31,9 +32,18 @@ class LayerWeights:
     layer: Layer  # for its norms
 
 
-def fuse(*linears: nn.Module, dtype: torch.dtype) -> Product:
-    """Linear layers of one input as one product. A module other than nn.Linear (an adapter) must have `weight` and
-    `bias`: what it amounts to now."""
+class Linear(Protocol):
+    """nn.Linear, or an adapter around one whose `weight` and `bias` are what the two amount to now."""
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+
+def fuse(*linears: Linear, dtype: torch.dtype) -> Product:
+    """Linear layers of one input as one product."""
     weights = [linear.weight.detach().to(dtype) for linear in linears]
     biases = [linear.bias.detach().to(dtype) for linear in linears if linear.bias is not None]
     if len(weights) == 1:
@@ -69,7 +79,7 @@ class Engine:
         self.dtype = decoder.compute_dtype or decoder.head_weight.dtype
         config, dtype = decoder.config, self.dtype
         self.heads, self.kv, self.size = config.heads, config.kv_heads, config.head_size
-        self.layers = [self._layer(layer, dtype) for layer in decoder.model.layers]
+        self.layers = [self._layer(cast(Layer, layer), dtype) for layer in decoder.model.layers]
         self.head = decoder.head_weight.detach().to(dtype)
 
     def _layer(self, layer: Layer, dtype: torch.dtype) -> LayerWeights:

@@ -4,17 +4,26 @@ logp = z_y − log Σ_v e^{z_v} and H = log Σ_v e^{z_v} − Σ_v p_v z_v with z
 each chunk's logits again: ∂logp/∂z_v = 1[v = y] − p_v and ∂H/∂z_v = −p_v (log p_v + H).
 """
 
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 CHUNK_BYTES = 32 * 2**20  # of one chunk's logits
 
 
 class _ChunkedHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, product, entropy):  # noqa: ANN001
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: Tensor,
+        product: torch.dtype,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         logp = torch.empty(len(hidden), dtype=_wide(hidden.dtype), device=hidden.device)
         uncertainty = torch.empty_like(logp) if entropy else None
         total = torch.empty_like(logp)
@@ -34,7 +43,8 @@ class _ChunkedHead(torch.autograd.Function):
         return logp, uncertainty
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad_logp: Tensor | None, grad_entropy: Tensor | None):  # noqa: ANN205
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad_logp, grad_entropy = grads
         hidden, weight, targets, temperature, total, uncertainty = ctx.saved_tensors
         cast = weight.to(ctx.product)
         grad_hidden = torch.empty_like(hidden)
@@ -65,7 +75,8 @@ def head(
 ) -> tuple[Float[Tensor, "n"], Float[Tensor, "n"] | None]:
     """Log-probability (nats) of each target and, if asked for, the entropy (nats) of each prediction; both have
     gradients. `product` is the type of the matrix products; sums are float32 at least."""
-    return _ChunkedHead.apply(hidden, weight, targets, temperature.to(_wide(hidden.dtype)), product or weight.dtype, entropy)
+    temperature = temperature.to(_wide(hidden.dtype))
+    return _ChunkedHead.apply(hidden, weight, targets, temperature, product or weight.dtype, entropy)
 
 
 def logits(hidden: Float[Tensor, "n d"], weight: Float[Tensor, "V d"], temperature: Float[Tensor, "n"]) -> Tensor:

@@ -99,7 +99,8 @@ def pack(batch: Batch, share: bool = True) -> Packed:
     lengths = (used - first)[order]
     row_start = np.zeros(len(used), dtype=int)
     row_start[order] = heads.sum() + _starts(lengths)
-    where = [(members[0], 0, length) for length, members in groups] + [(b, first[b], used[b]) for b in order]
+    where = [(members[0], 0, length) for length, members in groups]
+    where += [(int(b), int(first[b]), int(used[b])) for b in order]
     source = np.where(column - 1 < first[row], prefix_start[row] + column - 1, row_start[row] + column - 1 - first[row])
     prefixes, rows = _block(heads), _block(lengths)
     after = [int((used[members] - length).sum()) for length, members in groups]
@@ -139,7 +140,7 @@ def _shared(batch: Batch, tokens: np.ndarray, used: np.ndarray) -> list[tuple[in
         length, head = lengths[rows[0]], tokens[rows[0], : lengths[rows[0]]]
         for b in rows:
             if lengths[b] != length or (tokens[b, :length] != head).any():
-                raise ValueError(f"rows {rows[0]} and {b} have prefix_id {number} but do not begin with the same tokens")
+                raise ValueError(f"rows {rows[0]} and {b} have prefix_id {number} but do not begin alike")
         length = min(length, *(int(used[b]) for b in rows))
         groups.append((length, rows))
     return groups

@@ -5,6 +5,7 @@ several completions share runs once and, where that pays, its keys and values ar
 session leaves its slot too: its keys and values wait outside until it goes on.
 """
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -56,6 +57,7 @@ class DecoderSampler:
         if slots < 1:
             raise UserError(f"slots={slots}: a sampler needs at least one")
         self.decoder, self.slots = decoder, slots
+        self._together = max(1, slots // 8)  # a pass for one prompt costs nearly as much as one for several
         self._engine: Engine | None = None
         self._cache: Cache | None = None
         self._contexts: dict[int, _Context] = {}
@@ -104,16 +106,21 @@ class DecoderSampler:
         return context
 
     def _reopen(self, session: int, tokens: list[int]) -> _Context:
+        context = self._idle(session)
+        context.unfed += tokens
+        return context
+
+    def _idle(self, session: int) -> _Context:
         context = self._contexts.get(session)
         if context is None or context.busy:
-            raise ValueError(f"session {session} is {'closed or unknown' if context is None else 'still being sampled'}")
-        context.unfed += tokens
+            state = "closed or unknown" if context is None else "still being sampled"
+            raise ValueError(f"session {session} is {state}")
         return context
 
     def poll(self) -> list[Completion]:
         """See base.Sampler."""
         while not self._done and (self._waiting or self._active):
-            if self._waiting and len(self._active) < self.slots:
+            if self._waiting and self.slots - len(self._active) >= min(len(self._waiting), self._together):
                 self._admit()
             if self._active and not self._done:
                 self._step()
@@ -122,10 +129,7 @@ class DecoderSampler:
 
     def close(self, session: int) -> None:
         """See base.Sampler. Raises ValueError for a session that is unknown or not finished."""
-        context = self._contexts.get(session)
-        if context is None or context.busy:
-            raise ValueError(f"session {session} is {'closed or unknown' if context is None else 'still being sampled'}")
-        self._forget(context)
+        self._forget(self._idle(session))
 
     def refresh(self) -> None:
         """See base.Sampler. Raises ValueError if a session is open."""
@@ -146,35 +150,44 @@ class DecoderSampler:
     def _admit(self) -> None:
         """Waiting contexts into free slots: their prompts and extensions run, and their first token is drawn."""
         engine, cache = self._ready()
-        entering, spans, owners = [], [], {}
+        entering, prompts = self._choose()
+        going_on = [context for context in entering if not context.prompt]
+        spans = [Span(list(prompt)) for prompt in prompts] + [self._extension(context) for context in going_on]
+        logits, made = engine.prefill(spans) if spans else (None, [])
+        following: dict[int, Tensor] = {}
+        for number, context in enumerate(going_on, len(prompts)):
+            assert logits is not None
+            following[context.session] = logits[number]
+            self._enter_extension(context, made[number], cache)
+        for number, prompt in enumerate(prompts):
+            assert logits is not None
+            self._prefixes[prompt] = self._prefix(prompt, *made[number], logits[number])
+        for context in entering:
+            if context.prompt:
+                following[context.session] = self._prefixes[context.prompt].logits
+                self._enter_prompt(context, cache)
+        self._planned = False
+        self._accept(entering, torch.stack([following[context.session] for context in entering]))
+
+    def _choose(self) -> tuple[list[_Context], list[tuple[int, ...]]]:
+        """Contexts to enter now, first come first served, and the new prompts among them."""
+        entering: list[_Context] = []
+        prompts: list[tuple[int, ...]] = []
         budget = PREFILL_TOKENS
         while self._waiting and len(self._active) + len(entering) < self.slots:
             context = self._waiting[0]
-            known = context.prompt and (context.prompt in self._prefixes or context.prompt in owners)
-            cost = 0 if known else len(context.prompt) or len(context.unfed)
-            if spans and cost > budget:
+            new = bool(context.prompt) and context.prompt not in self._prefixes and context.prompt not in prompts
+            cost = len(context.prompt) * new + len(context.unfed)
+            if entering and cost > budget:
                 break
             budget -= cost
             entering.append(self._waiting.popleft())
-            if not known:
-                owners[context.prompt or context.session] = len(spans)
-                spans.append(Span(list(context.prompt)) if context.prompt else self._extension(context))
-        logits, made = engine.prefill(spans) if spans else (None, [])
-        rows = []
-        for context in entering:
-            number = owners.get(context.prompt or context.session)
-            if context.prompt:
-                if number is not None and context.prompt not in self._prefixes:
-                    self._prefixes[context.prompt] = self._prefix(context.prompt, *made[number], logits[number])
-                rows.append(self._prefixes[context.prompt].logits)
-                self._enter_prompt(context, cache)
-            else:
-                rows.append(logits[number])
-                self._enter_extension(context, made[number], cache)
-        self._planned = False
-        self._accept(entering, torch.stack(rows))
+            if new:
+                prompts.append(context.prompt)
+        return entering, prompts
 
     def _extension(self, context: _Context) -> Span:
+        assert context.parked is not None
         keys, values = context.parked
         if context.prefix is not None:
             keys = torch.cat([context.prefix.keys, keys], 2)
@@ -197,6 +210,7 @@ class DecoderSampler:
         self._active.append(context)
 
     def _enter_extension(self, context: _Context, made: tuple[Tensor, Tensor], cache: Cache) -> None:
+        assert context.parked is not None
         slot = len(self._active)
         cache.write(slot, 0, *context.parked)
         cache.write(slot, context.own, *made)
@@ -239,6 +253,8 @@ class DecoderSampler:
         uniform = torch.tensor(uniforms, dtype=torch.float64, device=device)
         drawn, logp = draw(logits, uniform, temperature, top_p, top_k)
         for context, token, value in zip(contexts, drawn.tolist(), logp.tolist(), strict=True):
+            if math.isnan(value):
+                raise UserError("the policy's probabilities are no numbers any more: resume with a lower learning rate")
             context.tokens.append(token)
             context.logp.append(value)
             context.unfed = [token]
@@ -259,12 +275,13 @@ class DecoderSampler:
 
     def _leave(self, context: _Context) -> None:
         """Out of the slot; the last active context moves in, so that active slots stay the first ones."""
+        _, cache = self._ready()
         slot = self._active.index(context)
         if context.keep:
-            context.parked = self._cache.read(slot, context.own)
+            context.parked = cache.read(slot, context.own)
         last = self._active.pop()
         if last is not context:
-            self._cache.move(len(self._active), slot, last.own)
+            cache.move(len(self._active), slot, last.own)
             self._active[slot] = last
         self._planned = False
 
