@@ -1,6 +1,7 @@
 """Options that cannot be right are named; learning rates by hand."""
 
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -66,7 +67,7 @@ def test_cosine():
 def test_never_negative_and_never_rising_again_past_the_end(schedule: str):
     settings = Settings(learning_rate=1.0, schedule=schedule)
     later = [learning_rate(settings, update, 4) for update in range(12)]
-    assert all(a >= b >= 0 for a, b in zip(later, later[1:], strict=False))
+    assert all(a >= b >= 0 for a, b in pairwise(later))
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
