@@ -1,0 +1,142 @@
+"""Post-train a language model on a procedural reasoning task, by any method of the shelf.
+
+    postrl train reasoning --method reco --task chain_sum --out runs/reco
+
+reasoning-gym makes the problems; a tenth of them, chosen by their content, is never trained on and measures pass@k.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+from postrl import papers
+from postrl.cli import run_recipe
+from postrl.display import Display
+from postrl.envs.base import Task
+from postrl.envs.reasoning import ReasoningTask
+from postrl.errors import UserError
+from postrl.evaluate import Evaluation, evaluate
+from postrl.policies.base import Policy, Renderer, Sampling
+from postrl.policies.loading import load_policy
+from postrl.policies.lora import LoRA
+from postrl.settings import Settings
+from postrl.source import OnPolicy
+from postrl.train import Result, train
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How the policy is evaluated on held-out problems."""
+
+    items: int = 64
+    """Problems."""
+    samples: int = 16
+    """Completions per problem; at least the largest k."""
+    ks: tuple[int, ...] = (1, 2, 4, 8, 16)
+    """pass@k is reported for these k."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of one run."""
+
+    model: str = "smollm2"
+    """A Hugging Face folder, a .gguf file, a model id of the hub, or smollm2."""
+    method: str = "grpo"
+    """A method of the shelf: see `postrl papers`."""
+    options: dict[str, bool | int | float | str] = field(default_factory=dict)
+    """Arguments of the method, for example `--options cap 3`."""
+    task: str = "chain_sum"
+    """A task of reasoning-gym."""
+    task_options: dict[str, bool | int | float | str] = field(default_factory=dict)
+    """Its configuration, for example `--task-options max-terms 3`."""
+    template: str = "{question}\nAnswer with the number only."
+    """The user's message; {question} stands for the problem."""
+    groups_per_step: int = 8
+    """Problems per step."""
+    group_size: int = 8
+    """Completions per problem, which are compared with one another."""
+    temperature: float = 1.0
+    """Of sampling, in training and evaluation."""
+    max_tokens: int = 24
+    """Longest completion."""
+    lora_rank: int = 0
+    """Train a LoRA adapter of this rank instead of all weights; 0 trains all weights."""
+    threads: int = 2
+    """Processor threads. More than there are cores is slower, and so is sharing them with another busy program."""
+    measure: Measure = field(default_factory=Measure)
+    train: Settings = field(default_factory=lambda: Settings(steps=40, learning_rate=1e-5))
+    out: Path = Path("runs/reasoning")
+    """Folder of the run."""
+    resume: bool = False
+    """Go on with the run in `out`."""
+
+
+def make_task(config: Config) -> Task:
+    return ReasoningTask(config.task, config.task_options, template=config.template, seed=config.train.seed)
+
+
+def main(config: Config, task: Task | None = None, before: Evaluation | None = None, title: str = "") -> Result:
+    """One run. `before` is the evaluation of the untrained model, if it is known already."""
+    torch.set_num_threads(config.threads)
+    method = make_method(config.method, config.options)
+    task = make_task(config) if task is None else task
+    lora = LoRA(rank=config.lora_rank, alpha=2.0 * config.lora_rank) if config.lora_rank else None
+    policy, renderer = load_policy(config.model, lora=lora, seed=config.train.seed)
+    source = OnPolicy(
+        task,
+        policy,
+        renderer,
+        groups_per_step=config.groups_per_step,
+        group_size=config.group_size,
+        sampling=sampling(config),
+        seed=config.train.seed,
+    )
+    describe = asdict(config)
+    for name in ("train", "out", "resume"):
+        del describe[name]
+    return train(
+        method,
+        policy,
+        source,
+        config.train,
+        config.out,
+        evaluate=lambda: measure(config, policy, renderer, task),
+        before=before,
+        describe=describe,
+        resume=config.resume,
+        display=Display(config.train.steps, title or method.name),
+    )
+
+
+def make_method(name: str, options: Mapping[str, object]) -> papers.Method:
+    """Raises UserError for a name that is not on the shelf, or an option the method does not have."""
+    try:
+        return papers.method(name, **options)
+    except (KeyError, TypeError) as error:
+        raise UserError(f"option method={name} with options {dict(options)}: {error.args[0]}") from error
+
+
+def sampling(config: Config) -> Sampling:
+    return Sampling(temperature=config.temperature, max_tokens=config.max_tokens)
+
+
+def measure(config: Config, policy: Policy, renderer: Renderer, task: Task) -> Evaluation:
+    """pass@k on held-out problems."""
+    m = config.measure
+    return evaluate(
+        policy,
+        renderer,
+        task,
+        items=m.items,
+        n=m.samples,
+        ks=m.ks,
+        sampling=sampling(config),
+        seed=config.train.seed,
+    )
+
+
+if __name__ == "__main__":
+    run_recipe(Config, main)
