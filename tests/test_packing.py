@@ -58,6 +58,12 @@ class TestMiniBatches:
         assert [int(part.sum()) for part in mini_batches(self.regular(), 4, [0])] == [12] * 4
         assert sorted(int(part.sum()) for part in mini_batches(self.regular(), 5, [0])) == [8, 8, 8, 12, 12]
 
+    @pytest.mark.parametrize("key", range(20))
+    def test_large_groups_first(self, key: int):
+        """A group of 4 and four of 1 are 4 and 4, wherever the shuffle puts the large one."""
+        batch = collate([rollout(group, n) for group, size in enumerate([1, 1, 4, 1, 1]) for n in range(size)])
+        assert [int(part.sum()) for part in mini_batches(batch, 2, [key])] == [4, 4]
+
     def test_seeded(self):
         batch = self.regular()
 
