@@ -1,7 +1,7 @@
 """A small run of the loop, for its tests: copy two letters and stop, with a table of logits. About 30 ms a step.
 
-Run as a file it is a process that tests can kill: `python copy_run.py FOLDER PLACE NUMBER [OPTIONS AS JSON]` ends itself
-by SIGKILL the NUMBER-th time it comes to PLACE (see `PLACES`).
+Run as a file it is a process that tests can kill: `python copy_run.py FOLDER PLACE NUMBER [OPTIONS AS JSON]` ends
+itself by SIGKILL the NUMBER-th time it comes to PLACE (see `PLACES`).
 """
 
 import io

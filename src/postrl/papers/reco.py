@@ -87,7 +87,8 @@ def reco(
 
     advantage = partial(standardised, ddof=ddof, eps=eps, singleton=singleton, min_spread=min_spread, missing=missing)
     policy = Term("policy", loss, weight, total=total)
-    return Method("reco", advantage, (policy,))
+    # The weights read log π_old before an update's own forward could give it.
+    return Method("reco", advantage, (policy,), needs=frozenset({"logp_old"} if response_level else ()))
 
 
 def response_weight(
