@@ -266,6 +266,12 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=tmp_path.name):
         ChatTemplate.load(tmp_path)
     save_model(tmp_path)
+    whole = (tmp_path / "tokenizer.json").read_text(encoding="utf-8")
+    for damaged in (whole[:500], "{}"):
+        (tmp_path / "tokenizer.json").write_text(damaged, encoding="utf-8")
+        with pytest.raises(UserError, match=tmp_path.name):
+            ChatTemplate.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(whole, encoding="utf-8")
     (tmp_path / "generation_config.json").write_text("{", encoding="utf-8")
     with pytest.raises(UserError, match=r"generation_config\.json"):
         ChatTemplate.load(tmp_path)

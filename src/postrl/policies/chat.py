@@ -30,7 +30,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """The fast tokenizer of a Hugging Face folder. Raises UserError naming the folder if there is none."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+    except Exception as error:  # the tokenizers library raises bare Exceptions
         raise UserError(f"{folder} has no tokenizer that can be read ({_line(error)}); copy tokenizer.json and "
                         "tokenizer_config.json of the original model there") from error  # fmt: skip
     if not isinstance(tokenizer, PreTrainedTokenizerFast):

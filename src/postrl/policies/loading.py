@@ -179,7 +179,7 @@ def _convert(path: Path, folder: Path) -> None:
             dtype=torch.float32,
             quantization_config=GgufConfig(dequantize=True),
         )
-    except (OSError, ValueError, KeyError, IndexError, AttributeError) as error:
+    except Exception as error:  # whatever the readers trip over: struct.error, tokenizers' bare Exception, …
         raise UserError(f"{path} cannot be read as a GGUF model ({' '.join(str(error).split())[:200]})") from error
     if all(_exact(parameter) for parameter in model.parameters()):
         model.bfloat16()
