@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,7 @@ class LayerWeights:
     layer: Layer  # for its norms
 
 
+@runtime_checkable
 class Linear(Protocol):
     """nn.Linear, or an adapter around one whose `weight` and `bias` are what the two amount to now."""
 
