@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from postrl import collect as collect_module
 from postrl.batch import Stop
 from postrl.collect import Limits, WorldError, collect
 from postrl.envs.base import Step
@@ -47,7 +48,10 @@ def test_the_result_is_in_the_order_given_whoever_finishes_first():
     assert sampler.queue == [] and sampler.waiting == set()
 
 
-def test_all_first_turns_are_submitted_in_order_before_any_sampling():
+def test_all_first_turns_are_submitted_in_order_before_any_sampling(monkeypatch):
+    """Else the batches, and with them the last bits of every number, would depend on the scheduling of threads."""
+    request = collect_module._Request
+    monkeypatch.setattr(collect_module, "_Request", lambda *fields: (time.sleep(0.005), request(*fields))[1])
     sampler = Scripted(lambda context, key: "a")
     seen = []
     poll = sampler.poll
@@ -141,6 +145,22 @@ def test_asynchronous_worlds_and_rewards():
     sampler = Scripted(lambda context, key: "a" if key[-1] == 0 else "cc")
     rollouts = run(sampler, [World(step) for _ in range(2)], Rubric((Reward("length", reward),)))
     assert [r.rewards for r in rollouts] == [{"length": 2.0}] * 2
+
+
+def test_a_session_is_closed_as_soon_as_its_rollout_ends():
+    """The last world waits until the sampler keeps its own session only: memory must not wait for the slowest."""
+    sampler = Scripted(lambda context, key: "a", newest_first=False)
+    alone = []
+
+    def wait(text):
+        until = time.monotonic() + 20
+        while len(sampler.waiting) > 1 and time.monotonic() < until:
+            time.sleep(0.005)
+        alone.append(len(sampler.waiting))
+        return Step()
+
+    run(sampler, [*(World() for _ in range(5)), World(wait)], limits=Limits(2, step_timeout=60))
+    assert alone == [1] and sampler.waiting == set()
 
 
 def test_collect_inside_a_running_event_loop():
