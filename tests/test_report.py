@@ -14,13 +14,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from run_folder import evaluation, make_run, rollouts, write_step
 
 from postrl.errors import UserError
 from postrl.report import figures, gallery, tables, write_picture, write_report
 from postrl.report.data import names, read_runs
 from postrl.report.page import script_json
 from postrl.report.text import pieces_of, visible
+from run_folder import evaluation, make_run, rollouts, write_step
 
 OWNED = "document.title='owned'"
 HOSTILE = (
@@ -274,7 +274,7 @@ def test_foreign_and_crooked_parquet_is_named(tmp_path: Path):
 
 
 def test_no_such_run_and_no_run_at_all(tmp_path: Path):
-    with pytest.raises(UserError, match="no run folder .*nowhere"):
+    with pytest.raises(UserError, match="no run folder"):
         write_report([tmp_path / "nowhere"], tmp_path / "report.html")
     with pytest.raises(UserError, match="at least one run"):
         write_report([], tmp_path / "report.html")

@@ -1,0 +1,118 @@
+"""Recipes: found by name and by path, loaded with their neighbours, and the smallest one run to its end."""
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from postrl import recipes_folder
+from postrl.errors import UserError
+from postrl.report.data import read_runs
+from postrl.settings import Settings
+
+RECIPE = '''"""A recipe for a test."""
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Config:
+    word: str = "{word}"
+
+def main(config):
+    return config.word
+'''
+
+
+@pytest.fixture(autouse=True)
+def modules() -> Iterator[None]:
+    """Recipes and folders loaded by a test are forgotten after it."""
+    loaded, path = set(sys.modules), list(sys.path)
+    yield
+    for name in set(sys.modules) - loaded:
+        if not name.startswith("postrl"):
+            del sys.modules[name]
+    sys.path[:] = path
+
+
+@pytest.mark.parametrize("name", sorted(recipes_folder.recipes()))
+def test_every_recipe_loads_and_explains_its_options(name: str):
+    found = recipes_folder.load(name)
+    assert found.summary and found.path.stem == name
+    assert vars(found.config)["__dataclass_params__"].frozen
+    assert len(inspect.signature(found.main).parameters) >= 1
+    source = found.path.read_text(encoding="utf-8")
+    for field in dataclasses.fields(found.config):
+        has_default = {field.default, field.default_factory} != {dataclasses.MISSING}
+        assert has_default, f"{name}: option {field.name} has no default"
+    assert source.rstrip().endswith("run_recipe(Config, main)")
+
+
+def test_a_recipe_by_path_wins_nothing_by_name(tmp_path: Path):
+    path = tmp_path / "mine_by_path.py"
+    path.write_text(RECIPE.format(word="hello"))
+    found = recipes_folder.load(str(path))
+    assert found.main(found.config()) == "hello"
+    with pytest.raises(UserError, match="there is no recipe 'mine_by_path'"):
+        recipes_folder.find("mine_by_path")
+
+
+def test_a_recipe_imports_its_neighbour(tmp_path: Path):
+    (tmp_path / "neighbour_of_test.py").write_text(RECIPE.format(word="from the neighbour"))
+    path = tmp_path / "recipe_with_neighbour.py"
+    path.write_text("from neighbour_of_test import Config, main\n")
+    found = recipes_folder.load(str(path))
+    assert found.main(found.config()) == "from the neighbour"
+    assert recipes_folder.load(str(tmp_path / "neighbour_of_test.py")).config is found.config
+
+
+def test_an_installed_recipe_stands_before_the_checkouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for folder in ("installed", "checkout"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "both.py").write_text("")
+    (tmp_path / "checkout" / "_helper.py").write_text("")
+    monkeypatch.setattr(recipes_folder, "FOLDERS", (tmp_path / "installed", tmp_path / "checkout"))
+    assert recipes_folder.recipes() == {"both": tmp_path / "installed" / "both.py"}
+
+
+@pytest.mark.parametrize("name", ["nope", "nope.py", "./nope", "copy_task.txt"])
+def test_an_unknown_recipe_lists_those_there_are(name: str):
+    with pytest.raises(UserError, match=r"there is no recipe .*copy_task") as raised:
+        recipes_folder.load(name)
+    assert repr(name) in str(raised.value)
+
+
+def test_a_file_that_is_no_recipe_is_named(tmp_path: Path):
+    path = tmp_path / "half_a_recipe.py"
+    path.write_text("class Config: pass\n")
+    with pytest.raises(UserError, match=r"half_a_recipe\.py is not a recipe"):
+        recipes_folder.load(str(path))
+
+
+def test_a_recipe_does_not_take_the_place_of_a_module(tmp_path: Path):
+    path = tmp_path / "json.py"
+    path.write_text(RECIPE.format(word="json"))
+    with pytest.raises(UserError, match="a module called 'json' is already loaded"):
+        recipes_folder.load(str(path))
+
+
+def test_a_recipe_that_fails_to_load_is_not_half_there(tmp_path: Path):
+    path = tmp_path / "broken_recipe.py"
+    path.write_text("raise RuntimeError('on purpose')\n")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="on purpose"):
+            recipes_folder.load(str(path))
+    assert "broken_recipe" not in sys.modules
+
+
+def test_the_copy_task_learns(tmp_path: Path):
+    """From chance (.01) to most strings right, and the report can be read from what it leaves."""
+    found = recipes_folder.load("copy_task")
+    train = Settings(steps=12, updates=4, learning_rate=0.3)
+    found.main(found.config(train=train, alphabet="ab", groups_per_step=4, out=tmp_path / "run"))
+    (run,) = read_runs([tmp_path / "run"])
+    assert run.before is not None and run.after is not None
+    assert run.before.full.pass_at["1"] < 0.15
+    assert run.after.full.pass_at["1"] > 0.8
+    assert run.pieces(run.rollouts[-1].rows[0]["tokens"])[0] in "ab"
