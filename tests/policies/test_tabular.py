@@ -157,7 +157,7 @@ def test_frequencies_are_the_policys_probabilities():
 
 def test_a_session_goes_on_where_it_stopped():
     """Two turns in one session draw what two fresh sessions with the whole context draw, with the same keys."""
-    policy = Tabular.random(4, 3, 20, key=[0])
+    policy = Tabular.random(4, 6, 20, key=[0])  # remembers the whole of the first turn
     sampler, sampling = policy.sampler(), Sampling(max_tokens=3)
     session = sampler.submit([1], (0, 0), sampling, keep=True)
     (first,) = sampler.poll()
