@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from postrl.policies.loading import resolve
@@ -33,13 +33,17 @@ def tiny_tokenizer(
     special: Sequence[str] = ("<|im_start|>", "<|im_end|>"),
     eos: str | None = "<|im_end|>",
     plain: Sequence[str] = (),
+    normalised: bool = False,
 ) -> PreTrainedTokenizerFast:
-    """One token per byte, then `special` added tokens, then `plain` ones (added, but not called special)."""
+    """One token per byte, then `special` added tokens, then `plain` ones (added, but not called special).
+    normalised: text is normalised (NFKC) before added tokens are looked for, so that more than one text spells them."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({character: number for number, character in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if normalised:
+        tokenizer.normalizer = normalizers.NFKC()
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=normalised) for token in special])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos)
     made.chat_template = template
