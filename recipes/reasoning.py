@@ -51,7 +51,7 @@ class Config:
     task: str = "chain_sum"
     """A task of reasoning-gym."""
     task_options: dict[str, bool | int | float | str] = field(default_factory=dict)
-    """Its configuration, for example `--task-options max-terms 3`."""
+    """Its configuration, for example `--task-options max_terms 3`."""
     template: str = "{question}\nAnswer with the number only."
     """The user's message; {question} stands for the problem."""
     groups_per_step: int = 8
@@ -75,7 +75,9 @@ class Config:
 
 
 def make_task(config: Config) -> Task:
-    return ReasoningTask(config.task, config.task_options, template=config.template, seed=config.train.seed)
+    task = ReasoningTask(config.task, config.task_options, template=config.template, seed=config.train.seed)
+    print(task.describe(), flush=True)
+    return task
 
 
 def main(config: Config, task: Task | None = None, before: Evaluation | None = None, title: str = "") -> Result:
@@ -94,6 +96,7 @@ def main(config: Config, task: Task | None = None, before: Evaluation | None = N
         sampling=sampling(config),
         seed=config.train.seed,
     )
+    reference = load_policy(config.model)[0] if config.train.kl_coef else None
     describe = asdict(config)
     for name in ("train", "out", "resume"):
         del describe[name]
@@ -103,6 +106,7 @@ def main(config: Config, task: Task | None = None, before: Evaluation | None = N
         source,
         config.train,
         config.out,
+        reference=reference,
         evaluate=lambda: measure(config, policy, renderer, task),
         before=before,
         describe=describe,

@@ -7,6 +7,7 @@ answer, so `correct` is a score of exactly 1 for the *extracted* answer; the raw
 """
 
 import importlib.util
+import time
 from collections.abc import Mapping
 from itertools import islice
 from typing import Any
@@ -76,11 +77,14 @@ class ReasoningTask:
             self._draw()
         return len(self._order[split]) if self._exhausted else None
 
-    def describe(self) -> str:
-        """The measured size of the space, in words."""
-        train, test = self.size("train"), self.size("test")
-        if train is None:
-            return f"{self.name}: more than {self.measure} distinct problems"
+    def describe(self, seconds: float = 5.0) -> str:
+        """The size of the space, in words, as far as drawing for so many seconds shows it."""
+        end = time.monotonic() + seconds
+        while len(self._entries) <= self.measure and not self._exhausted and time.monotonic() < end:
+            self._draw()
+        train, test = len(self._order["train"]), len(self._order["test"])
+        if not self._exhausted:
+            return f"{self.name}: more than {train + test} distinct problems"
         return f"{self.name}: {train} distinct problems for training and {test} held out, found in {self._drawn} draws"
 
     def environment(self, split: Split, index: int) -> SingleTurn:
