@@ -8,6 +8,7 @@ reasoning-gym makes the problems; a tenth of them, chosen by their content, is n
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -21,9 +22,13 @@ from postrl.evaluate import Evaluation, evaluate
 from postrl.policies.base import Policy, Renderer, Sampling
 from postrl.policies.loading import load_policy
 from postrl.policies.lora import LoRA
+from postrl.rewards.exact import after_answer, boxed, last_number, tagged, whole_text
 from postrl.settings import Settings
 from postrl.source import OnPolicy
 from postrl.train import Result, train
+
+
+EXTRACTS = {f.__name__: f for f in (last_number, tagged, boxed, after_answer, whole_text)}
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,8 @@ class Config:
     """Its configuration, for example `--task-options max_terms 3`."""
     template: str = "{question}\nAnswer with the number only."
     """The user's message; {question} stands for the problem."""
+    extract: Literal["last_number", "tagged", "boxed", "after_answer", "whole_text"] = "last_number"
+    """Which part of a completion is the answer; see `postrl.rewards.exact`."""
     groups_per_step: int = 8
     """Problems per step."""
     group_size: int = 8
@@ -75,7 +82,13 @@ class Config:
 
 
 def make_task(config: Config) -> Task:
-    task = ReasoningTask(config.task, config.task_options, template=config.template, seed=config.train.seed)
+    task = ReasoningTask(
+        config.task,
+        config.task_options,
+        extract=EXTRACTS[config.extract],
+        template=config.template,
+        seed=config.train.seed,
+    )
     print(task.describe(), flush=True)
     return task
 
