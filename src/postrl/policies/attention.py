@@ -34,14 +34,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, bias: Tensor |
     q [b, L, H, D]; k, v [b, M, kv, D], where H is a multiple of kv; bias broadcasts to [b, H, L, M].
     Returns [b, L, H, D] and [b, L, H] (float32 if the inputs are bfloat16).
     """
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if q.device.type == "cpu":
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = flash(q, k, v, 0.0, causal, attn_mask=bias)
-        return out.transpose(1, 2), lse.transpose(1, 2)
-    scores, values = _scores(q, k, causal, bias), _repeat(v, q.shape[1])
-    lse = scores.logsumexp(-1)
-    out = (scores - lse[..., None]).exp().to(q.dtype) @ values
+    kernel = _flash if q.device.type == "cpu" else _plain
+    out, lse = kernel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal, bias)
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
@@ -50,18 +44,40 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `attend` for q, k and v; shapes as there. `out` and `lse` may be those of a larger attention of
     which these keys are a part. Scores are computed again."""
-    grad, q, k, v, out, lse = (x.transpose(1, 2) for x in (grad, q, k, v, out, lse))
-    if q.device.type == "cpu":
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        grads = flash(grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias)
-        return grads[0].transpose(1, 2), grads[1].transpose(1, 2), grads[2].transpose(1, 2)
-    heads, share = q.shape[1], k.shape
-    keys, values = _repeat(k, heads), _repeat(v, heads)
+    kernel = _flash_backward if q.device.type == "cpu" else _plain_backward
+    grads = kernel(*(x.transpose(1, 2) for x in (grad, q, k, v, out, lse)), causal, bias)
+    return grads[0].transpose(1, 2), grads[1].transpose(1, 2), grads[2].transpose(1, 2)
+
+
+# Kernels: heads before tokens. The CPU's flash kernel is called by its own name because scaled_dot_product_attention
+# does not return the log-sum-exp; elsewhere plain products do the same.
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias)
+
+
+def _flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias)
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    scores = _scores(q, k, causal, bias)
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp().to(q.dtype) @ _repeat(v, q.shape[1]), lse
+
+
+def _plain_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    keys, values = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
     weights = (_scores(q, k, causal, bias) - lse[..., None]).exp()
     inner = weights * (grad @ values.mT - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
     weights, inner = weights.to(q.dtype), inner.to(q.dtype)
-    grad_k, grad_v = (_gather(x, share) for x in (inner.mT @ q, weights.mT @ grad))
-    return (inner @ keys).transpose(1, 2), grad_k.transpose(1, 2), grad_v.transpose(1, 2)
+    return inner @ keys, _gather(inner.mT @ q, k.shape), _gather(weights.mT @ grad, k.shape)
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, bias: Tensor | None) -> Tensor:

@@ -80,7 +80,7 @@ class Packed:
         return x.new_zeros(*batch.tokens.shape, *x.shape[1:]).index_put((self.row, self.column), x)
 
 
-def pack(batch: Batch, share: bool = True) -> Packed:
+def pack(batch: Batch) -> Packed:
     """Raises ValueError if a row's first token is masked (nothing predicts it), if a masked token is padding, or if
     rows with one prefix_id do not begin with the same prefix_length tokens."""
     device = batch.tokens.device
@@ -88,7 +88,9 @@ def pack(batch: Batch, share: bool = True) -> Packed:
     row, column = np.nonzero(mask)
     _check(batch, mask)
     used = np.where(mask.any(1), mask.shape[1] - 1 - mask[:, ::-1].argmax(1), 0) if mask.size else np.zeros(0, int)
-    groups = _shared(batch, tokens, used) if share else []
+    if mask.size and not used.any():
+        used[0] = 1  # one token for nothing, so that every weight still has a gradient, as data parallelism wants
+    groups = _shared(batch, tokens, used)
     alone = sorted(set(np.flatnonzero(used)) - {b for _, members in groups for b in members})
     order = np.array([b for _, members in groups for b in members] + alone, dtype=int)
     heads = np.array([length for length, _ in groups], dtype=int)

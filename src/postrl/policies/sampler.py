@@ -166,7 +166,7 @@ class DecoderSampler:
             if context.prompt:
                 following[context.session] = self._prefixes[context.prompt].logits
                 self._enter_prompt(context, cache)
-        self._planned = False
+        self._plan, self._planned = None, False
         self._accept(entering, torch.stack([following[context.session] for context in entering]))
 
     def _choose(self) -> tuple[list[_Context], list[tuple[int, ...]]]:
@@ -283,7 +283,7 @@ class DecoderSampler:
         if last is not context:
             cache.move(len(self._active), slot, last.own)
             self._active[slot] = last
-        self._planned = False
+        self._plan, self._planned = None, False
 
     def _forget(self, context: _Context) -> None:
         del self._contexts[context.session]
