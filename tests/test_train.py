@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from builders import rollout
-from copy_run import Copying, figures, letters_policy, overlap, quiet, run, tables
+from copy_run import Copying, evaluation, figures, letters_policy, overlap, quiet, run, tables
 from postrl import optimise
 from postrl import train as loop
 from postrl.batch import Batch
 from postrl.checkpoint import checkpoints
 from postrl.errors import UserError
-from postrl.evaluate import Evaluation
 from postrl.method import Method
 from postrl.papers import method
 from postrl.policies.tabular import Tabular
@@ -150,7 +149,7 @@ def test_warned_after_some_steps_without_variance(tmp_path: Path):
 # ---------------------------------------------------------------- keep and refill
 
 
-def keeping(correct: bool = True) -> Method:
+def keeping() -> Method:
     return replace(method("grpo"), keep=method("dapo").keep)
 
 
@@ -232,14 +231,6 @@ def test_a_refill_of_the_same_groups_is_refused(tmp_path: Path):
 
 
 # ---------------------------------------------------------------- evaluation, checkpoints, trackers
-
-
-def evaluation(*scores: float) -> Evaluation:
-    """With pass@1 of the next score at each call."""
-    nothing = {"items": [], "scored": [], "correct": [], "intervals": {}, "examples": []}
-    zero = dict.fromkeys(("left_out", "missing", "truncated"), 0)
-    figure = dict.fromkeys(("mean_tokens", "distinct_correct", "distinct_answers", "distinct_2", "answer_entropy"), 0.0)
-    return Evaluation("copy", "test", 0, 1, pass_at={"1": scores[0]}, **nothing, **zero, **figure)
 
 
 def evaluations(folder: Path) -> list[int]:
