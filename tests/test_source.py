@@ -33,13 +33,13 @@ def on_policy(task=TASK, groups=2, size=3, sampling=Sampling(max_tokens=3), **re
 
 
 def test_groups_are_running_positions_and_items_follow_the_epochs():
-    source = on_policy(groups=4)
+    source = on_policy(groups=4, size=2)
     assert isinstance(source, Source)
     rollouts = [r for step in range(5) for r in source(step)]
-    assert [r.group for r in rollouts] == [g for g in range(20) for _ in range(3)]
-    assert [r.sample for r in rollouts] == [0, 1, 2] * 20
-    assert [r.version for r in rollouts] == [step for step in range(5) for _ in range(12)]
-    items = [r.item for r in rollouts[::3]]
+    assert [r.group for r in rollouts] == [g for g in range(20) for _ in range(2)]
+    assert [r.sample for r in rollouts] == [0, 1] * 20
+    assert [r.version for r in rollouts] == [step for step in range(5) for _ in range(8)]
+    items = [r.item for r in rollouts[::2]]
     assert len(set(items[:9])) == len(set(items[9:18])) == 9 and items[:9] != items[9:18]
     assert source.limits.max_context == 32 and source.limits.max_turns == 1
 
@@ -66,18 +66,22 @@ def test_a_refill_draws_further_groups_of_the_same_step():
     assert first[0].contexts != more[0].contexts or first[0].item != more[0].item
 
 
+@pytest.fixture(scope="module")
+def uninterrupted():
+    source = on_policy(groups=3, size=1)
+    return [source(step) for step in range(8)]
+
+
 @pytest.mark.parametrize("boundary", range(8))
-def test_resuming_at_every_boundary_changes_nothing(boundary):
+def test_resuming_at_every_boundary_changes_nothing(boundary, uninterrupted):
     """9 problems, 3 groups a step: epochs end at steps 3 and 6, where a peer resumed to train nothing."""
-    whole = on_policy(groups=3)
-    expected = [whole(step) for step in range(8)]
-    before = on_policy(groups=3)
+    before = on_policy(groups=3, size=1)
     for step in range(boundary):
         before(step)
     state = json.loads(json.dumps(before.state_dict()))
-    after = on_policy(groups=3)
+    after = on_policy(groups=3, size=1)
     after.load_state_dict(state)
-    assert [after(step) for step in range(boundary, 8)] == expected[boundary:]
+    assert [after(step) for step in range(boundary, 8)] == uninterrupted[boundary:]
 
 
 RUBRIC = Rubric((Reward("zero", lambda r: 0.0),))
@@ -147,7 +151,7 @@ def test_the_sampler_is_refreshed_at_every_call_and_kept():
 
 
 def test_after_a_failed_step_nothing_has_moved_and_the_source_can_be_used_again():
-    fail = [True]
+    fail = [False]
 
     def reward(rollout):
         if fail[0]:
@@ -155,14 +159,20 @@ def test_after_a_failed_step_nothing_has_moved_and_the_source_can_be_used_again(
         return 1.0
 
     task = Problems("q", QUESTIONS, Rubric((Reward("r", reward),)))
-    source = on_policy(task)
+    source, made = on_policy(task), []
+    sampler = source.policy.sampler
+    source.policy.sampler = lambda: made.append("new") or sampler()
+    first = source(0)
+    fail[0] = True
     with pytest.raises(RewardError):
-        source(0)
-    assert source.position == 0
+        source(1)
+    assert source.position == 2
     fail[0] = False
-    again = source(0)
-    assert [r.group for r in again] == [0, 0, 0, 1, 1, 1]
-    assert again == on_policy(task)(0)
+    again = source(1)
+    assert made == ["new", "new"], "completions may still be under way in the sampler of the failed step"
+    assert [r.group for r in again] == [2, 2, 2, 3, 3, 3]
+    whole = on_policy(task)
+    assert (first, again) == (whole(0), whole(1))
 
 
 def pairs(count):
