@@ -22,13 +22,10 @@ from postrl.evaluate import Evaluation, evaluate
 from postrl.policies.base import Policy, Renderer, Sampling
 from postrl.policies.loading import load_policy
 from postrl.policies.lora import LoRA
-from postrl.rewards.exact import after_answer, boxed, last_number, tagged, whole_text
+from postrl.rewards.exact import EXTRACTIONS
 from postrl.settings import Settings
 from postrl.source import OnPolicy
 from postrl.train import Result, train
-
-
-EXTRACTS = {f.__name__: f for f in (last_number, tagged, boxed, after_answer, whole_text)}
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ def make_task(config: Config) -> Task:
     task = ReasoningTask(
         config.task,
         config.task_options,
-        extract=EXTRACTS[config.extract],
+        extract=EXTRACTIONS[config.extract],
         template=config.template,
         seed=config.train.seed,
     )

@@ -203,8 +203,7 @@ def make_task(name: str, options: dict[str, Option], template: str, extract: str
     from postrl.envs.reasoning import ReasoningTask
     from postrl.rewards import exact
 
-    reading = {f.__name__: f for f in (exact.last_number, exact.tagged, exact.boxed, exact.after_answer)}
-    how = reading.get(extract, exact.whole_text)
+    how = exact.EXTRACTIONS[extract]
     options = {key.replace("-", "_"): value for key, value in options.items()}
     if name == "copy":
         length = _known(name, options, ("length", "alphabet")).get("length", 2)

@@ -66,6 +66,9 @@ def boxed(text: str) -> str | None:
     return None
 
 
+EXTRACTIONS = {f.__name__: f for f in (last_number, tagged, boxed, after_answer, whole_text)}  # for options
+
+
 def number(text: str) -> Fraction | None:
     """The exact value of a text that is one plain number ("-1,234.50", "$7", "3."); None if it is anything else."""
     match = _ALONE.fullmatch(text.strip().replace("−", "-")) if len(text) <= LONGEST else None
