@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from postrl import cli
+from postrl import cli, papers_page
 from postrl.errors import UserError
 from postrl.evaluate import Evaluation
 from run_folder import evaluation, make_run
@@ -161,12 +161,14 @@ def test_report_writes_a_page_and_a_picture(tmp_path: Path, capsys: pytest.Captu
     )
 
 
-def test_papers_lists_and_explains(capsys: pytest.CaptureFixture):
+def test_papers_lists_and_explains(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert code(["papers"]) == 0
     assert "reco" in capsys.readouterr().out
     assert code(["papers", "reco"]) == 0
     said = capsys.readouterr().out
     assert "reco(" in said and "arXiv" in said
+    assert code(["papers", "--write", str(tmp_path / "PAPERS.md")]) == 0
+    assert (tmp_path / "PAPERS.md").read_text() == papers_page.render()
 
 
 def test_orderly_lets_results_through():

@@ -186,7 +186,7 @@ def ratios(runs: Sequence[Run]) -> list[Figure]:
         counts = np.histogram(np.log(r), edges)[0] / len(r)
         line = _line(run.name, [float(m) for m in middles], [float(c) if c else None for c in counts], i)
         line["line"]["shape"] = "hvh"
-        line["mode"] = "lines"
+        line["marker"]["size"] = 3  # a bin between empty ones is no line
         traces.append(line)
         quantiles = np.quantile(r, [0, 0.01, 0.5, 0.99, 1])
         rows.append((run.name, *(number(float(q)) for q in quantiles), str(len(r))))

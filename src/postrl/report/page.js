@@ -48,8 +48,8 @@
       token.style.setProperty("--s", Math.abs(values[i] / largest).toFixed(3));
       token.toggleAttribute("data-low", values[i] < 0);
     });
-    document.querySelector(".legend .low").textContent = says[mode][0];
-    document.querySelector(".legend .high").textContent = says[mode][1];
+    document.querySelector(".key .low").textContent = says[mode][0];
+    document.querySelector(".key .high").textContent = says[mode][1];
   }
   document.querySelectorAll("input[name=mode]").forEach((input) => input.addEventListener("change", () => colour(input.value)));
 
