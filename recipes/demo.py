@@ -23,6 +23,7 @@ from postrl.policies.loading import load_policy
 from postrl.record import read_metrics
 from postrl.report import write_report
 from postrl.settings import Settings
+from postrl.train import Result
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class Config:
     """Folder of the runs and the report."""
 
 
-def main(config: Config) -> None:
+def main(config: Config) -> Result | None:
+    """Both arms, the table and the report; the arm's `Result` if it was interrupted."""
     base = reasoning.Config(
         model=config.model,
         task="chain_sum",
@@ -62,11 +64,14 @@ def main(config: Config) -> None:
     for name in config.methods:
         folder = config.out / name
         arm = replace(base, method=name, out=folder, resume=(folder / "run.json").exists())
-        reasoning.main(arm, task=task, before=before, title=name)
+        result = reasoning.main(arm, task=task, before=before, title=name)
+        if result.status == "interrupted":
+            return result
     runs = [config.out / name for name in config.methods]
     show(before, {run.name: evaluation_after(run) for run in runs}, console)
     report = write_report(runs, config.out / "report.html")
     console.print(f"report: {report}", markup=False)
+    return None
 
 
 def evaluation_before(config: reasoning.Config, task: Task, path: Path, console: Console) -> Evaluation:
