@@ -258,7 +258,7 @@ def test_logits_never_exist_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert largest.size <= 1000 * 32 < 300 * 1000  # the embedding is the largest
 
 
-# ---------------------------------------------------------------------------------------------------------- what it reads
+# ------------------------------------------------------------------------------------------------ what it reads
 
 
 def test_each_row_is_read_at_its_own_temperature_and_only_on_the_mask() -> None:

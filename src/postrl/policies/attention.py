@@ -9,23 +9,26 @@ import math
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from postrl.policies.packing import Packed
 
 
-def rotate(x: Float[Tensor, "P H D"], cos: Float[Tensor, "P half"], sin: Float[Tensor, "P half"]) -> Tensor:
-    """Rotary embedding (Su et al. 2021, arXiv 2104.09864), first half of a head against its second half; in the type
-    of the angles."""
-    cos, sin = cos[:, None], sin[:, None]
+def rotate(x: Float[Tensor, "P H D"], cos: Float[Tensor, "P D"], sin: Float[Tensor, "P D"]) -> Float[Tensor, "P H D"]:
+    """Rotary embedding (Su et al. 2021, arXiv 2104.09864) of each head's first half against its second, with the signed
+    sines of `angles`; computed in their type."""
     wide = x.to(cos.dtype)
-    first, second = wide.chunk(2, dim=-1)
-    out = torch.empty_like(wide, memory_format=torch.contiguous_format)
-    left, right = out.chunk(2, dim=-1)
-    torch.mul(first, cos, out=left).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=right).addcmul_(first, sin)
-    return out.to(x.dtype)
+    return (wide * cos[:, None]).addcmul_(wide.roll(x.shape[-1] // 2, -1), sin[:, None]).to(x.dtype)
+
+
+def angles(
+    positions: Int[Tensor, " P"], frequencies: Float[Tensor, " half"], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """cos [P, D] and sin [P, D] of the rotation to each position; the sine of the first half is negative."""
+    turned = positions[:, None].float() * frequencies.float()
+    cos, sin = turned.cos().to(dtype), turned.sin().to(dtype)
+    return torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from postrl.batch import Batch
 from postrl.errors import UserError
 from postrl.method import Forward
 from postrl.policies import checkpoint_io as files
-from postrl.policies.attention import PackedAttention
+from postrl.policies.attention import PackedAttention, angles
 from postrl.policies.decoder_config import DecoderConfig, inverse_frequencies
 from postrl.policies.head import head, logits
 from postrl.policies.packing import Packed, pack
@@ -231,7 +231,7 @@ class Decoder(nn.Module):
 
     def hidden(self, packed: Packed) -> Float[Tensor, "P d"]:
         """Normalised last hidden state of every packed token."""
-        cos, sin = self.rotation(packed.positions)
+        cos, sin = angles(packed.positions, self.frequencies, self.model.norm.weight.dtype)
         x = self.model.embed_tokens(packed.tokens)
         product = self.compute_dtype or x.dtype
         with torch.autocast(x.device.type, dtype=product, enabled=product != x.dtype):
@@ -241,12 +241,6 @@ class Decoder(nn.Module):
                 else:
                     x = layer(x, cos, sin, packed)
             return self.model.norm(x)
-
-    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [P, head_size / 2] of rotary positions, in the weights' type."""
-        angles = positions[:, None].float() * self.frequencies.float()
-        dtype = self.model.norm.weight.dtype
-        return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def sampler(self, slots: int = 64) -> "DecoderSampler":
         """Samples `slots` completions at a time from the present weights."""

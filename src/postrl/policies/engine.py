@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from postrl.policies.attention import attend, merge, rotate
+from postrl.policies.attention import angles, attend, merge, rotate
 from postrl.policies.cache import Cache, Prefix
-from postrl.policies.decoder import Decoder, Layer
+from postrl.policies.decoder import Decoder, Layer, Norm
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,24 +95,24 @@ class Engine:
 
     def _project(self, weights: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         attention = weights.layer.self_attn
-        qkv = weights.qkv(weights.layer.input_layernorm(x).to(self.dtype)).unflatten(-1, (-1, self.size))
+        qkv = weights.qkv(_norm(weights.layer.input_layernorm, x).to(self.dtype)).unflatten(-1, (-1, self.size))
         q, k, v = qkv.split((self.heads, self.kv, self.kv), 1)
         if attention.q_norm is not None and attention.k_norm is not None:
-            q, k = attention.q_norm(q).to(self.dtype), attention.k_norm(k).to(self.dtype)
+            q, k = _norm(attention.q_norm, q), _norm(attention.k_norm, k)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
     def _rest(self, weights: LayerWeights, x: Tensor, attended: Tensor) -> Tensor:
         x = x + weights.out(attended.flatten(1))
-        gate, up = weights.gate_up(weights.layer.post_attention_layernorm(x).to(self.dtype)).chunk(2, -1)
+        gate, up = weights.gate_up(_norm(weights.layer.post_attention_layernorm, x).to(self.dtype)).chunk(2, -1)
         return x + weights.down(F.silu(gate).mul_(up))
 
     def _logits(self, x: Tensor) -> Tensor:
-        logits = self.decoder.model.norm(x).to(self.dtype) @ self.head.T
+        logits = _norm(self.decoder.model.norm, x).to(self.dtype) @ self.head.T
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def _start(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        cos, sin = self.decoder.rotation(positions)
-        return F.embedding(tokens, self.decoder.model.embed_tokens.weight), cos.to(self.dtype), sin.to(self.dtype)
+        x = F.embedding(tokens, self.decoder.model.embed_tokens.weight)
+        return x, *angles(positions, self.decoder.frequencies, x.dtype)
 
     @torch.no_grad()
     def prefill(self, spans: Sequence[Span]) -> tuple[Float[Tensor, "spans V"], list[tuple[Tensor, Tensor]]]:
@@ -161,6 +161,11 @@ class Engine:
                 out = _attend_shared(q, out, lse, shared, number)
             x = self._rest(weights, x, out)
         return self._logits(x)
+
+
+def _norm(norm: Norm, x: Tensor) -> Tensor:
+    """`norm(x)` without a gradient, in half the time."""
+    return F.rms_norm(x, norm.weight.shape, norm.weight.to(x.dtype), norm.eps)
 
 
 def _attend_span(q: Tensor, k: Tensor, v: Tensor, span: Span, layer: int) -> Tensor:
