@@ -19,6 +19,7 @@ from postrl.policies.tabular import Tabular
 from postrl.rewards.rubric import Reward, RewardError, Rubric
 from postrl.rollout import collate
 from scripted import CHARACTERS, END, Scripted, World, ids
+from tiny import tiny_decoder
 
 ZERO = Rubric((Reward("zero", lambda rollout: 0.0),))
 TWO = Limits(max_turns=2)
@@ -314,3 +315,17 @@ def test_results_do_not_depend_on_what_else_is_sampled():
     assert together == play(keys(12))
     assert together[4:6] == play(keys(12)[4:6])
     assert len({r.completion for r in together}) > 3
+
+
+def test_a_transformer_keeps_its_session_through_both_turns():
+    """What the sampler reports over two turns is what a fresh forward pass over the whole context says."""
+    policy = tiny_decoder(CHARACTERS.size)
+    task = TwoTurn(length=2, alphabet="abcd", test_share=0)
+    places = keys(8, group_size=4)
+    worlds = [task.environment("train", key[2]) for key in places]
+    rollouts = collect(policy.sampler(), CHARACTERS, worlds, places, Sampling(max_tokens=40), task.rubric, TWO)
+    assert max(len(r.contexts[0]) for r in rollouts) == 4, "some first turn ended by itself"
+    batch = collate(rollouts)
+    with torch.no_grad():
+        logp = policy(batch).logp
+    assert (logp - batch.logp_sampler)[batch.mask].abs().max() < 1e-4

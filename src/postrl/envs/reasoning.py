@@ -84,7 +84,7 @@ class ReasoningTask:
             self._draw()
         train, test = len(self._order["train"]), len(self._order["test"])
         if not self._exhausted:
-            return f"{self.name}: more than {train + test} distinct problems"
+            return f"{self.name}: at least {train + test} distinct problems"
         return f"{self.name}: {train} distinct problems for training and {test} held out, found in {self._drawn} draws"
 
     def environment(self, split: Split, index: int) -> SingleTurn:
