@@ -51,16 +51,16 @@ def test_counts_and_estimates():
 
 
 def test_it_agrees_with_a_policy_whose_success_is_known():
-    """One letter and the end: p is a product of two table entries, and 200 samples lie within 4 standard errors."""
+    """One letter and the end: p is a product of two table entries, and 100 samples lie within 4 standard errors."""
     renderer, task = Characters("abcd"), copy_task(length=1, alphabet="abcd", test_share=1)
     policy = Tabular.random(renderer.size, memory=1, context_length=8, key=[1])
     table = policy.table.detach().softmax(-1)
-    result = evaluate(policy, renderer, task, items=4, n=200, ks=[1, 64], sampling=Sampling(max_tokens=2), seed=3)
+    result = evaluate(policy, renderer, task, items=4, n=100, ks=[1, 64], sampling=Sampling(max_tokens=2), seed=3)
     chances = []
     for index in range(4):
         [letter] = renderer.prompt(task.environment("test", index).prompt())
         chances.append(float(table[policy.state([letter]), letter] * table[policy.state([letter]), renderer.end]))
-    errors = [abs(c / 200 - p) / math.sqrt(p * (1 - p) / 200) for c, p in zip(result.correct, chances, strict=True)]
+    errors = [abs(c / 100 - p) / math.sqrt(p * (1 - p) / 100) for c, p in zip(result.correct, chances, strict=True)]
     assert max(errors) < 4 and min(chances) > 0.005 and max(chances) > 0.05
     assert result.truncated > 0 and 1 <= result.mean_tokens <= 2
 
