@@ -226,6 +226,24 @@ def test_a_weight_without_gradient_does_not_change_the_resumed_run(tmp_path: Pat
     assert go(tmp_path / "b", 6, resume=True) == straight != 0.0
 
 
+def test_dropout_does_not_change_the_resumed_run(tmp_path: Path):
+    """torch's random numbers follow from the seed and the step, not from what was drawn before."""
+
+    class Dropping(Tabular):
+        def forward(self, batch, want=frozenset()):
+            out = super().forward(batch, want)
+            drop = torch.nn.functional.dropout(torch.ones_like(out.logp), 0.2, training=torch.is_grad_enabled())
+            return replace(out, logp=out.logp * drop)
+
+    def go(folder: Path, steps: int, resume: bool = False) -> None:
+        run(folder, policy=Dropping.uniform(3, 4, 8), steps=steps, resume=resume)
+
+    go(tmp_path / "a", 6)
+    go(tmp_path / "b", 4)
+    go(tmp_path / "b", 6, resume=True)
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+
+
 # ---------------------------------------------------------------- signals
 
 

@@ -58,7 +58,6 @@ def constant_but_shaped(batch: Batch, reward: Tensor) -> Tensor:
 
 def _mismatch(batch: Batch) -> dict[str, float]:
     gap = (batch.logp_old - batch.logp_sampler)[batch.mask].abs()
-    gap = gap[~torch.isnan(gap)]  # NaN: skipped, so no training forward
     if not len(gap):
         return {}
     return {"mismatch/mean": float(gap.mean()), "mismatch/max": float(gap.max())}
