@@ -325,6 +325,13 @@ def test_clip_share_counts_pushed_tokens_without_gradient():
     assert seen.pushed == int(pushed.sum()) and seen.clipped == int((pushed & outside).sum()) > 0
 
 
+def test_a_penalty_does_not_hide_the_clip_share():
+    batch, policy = ragged_batch(0), policy_of()
+    batch = replace(batch, logp_ref=batch.logp_old - 0.1)
+    alone, beside = (one_update(m, batch, policy) for m in (grpo(), grpo().plus(reference_kl(0.1))))
+    assert beside.clipped == alone.clipped > 0 and beside.pushed == alone.pushed
+
+
 def test_learning_rate_scales_with_the_group():
     policy = policy_of()
     optimizer = torch.optim.SGD([{"params": [policy.table], "scale": 0.5}], lr=0.0)

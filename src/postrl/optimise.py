@@ -27,7 +27,7 @@ class Seen:
     kl: float = 0.0
     entropy: float = 0.0
     pushed: float = 0.0  # tokens with A ≠ 0 and W ≠ 0
-    clipped: float = 0.0  # those of them whose log-probability got no gradient
+    clipped: float = 0.0  # those of them whose log-probability got no gradient from the policy's term
     losses: list[float] = field(default_factory=list)
     gradient_norms: list[float] = field(default_factory=list)
     skipped: int = 0
@@ -112,18 +112,26 @@ def _pass(
     loss = objective(trainer.method, batch, out, weights, advantage)
     if not loss.requires_grad:  # no sampled token among these rows
         return 0.0
-    # The gradient at logp shows, for any method, which tokens the objective pushes.
-    gradients: list[Tensor] = []
-    out.logp.register_hook(gradients.append)
     trainer.accelerator.backward(loss)
-    _look(batch, out, gradients, weights, advantage, rows, seen)
+    _look(batch, out, _push(trainer.method, batch, out, weights, advantage), weights, advantage, rows, seen)
     return float(loss.detach())
+
+
+def _push(method: Method, batch: Batch, out: Forward, weights: tuple[Tensor, ...], advantage: Tensor) -> Tensor:
+    """[b, t] gradient at logp of the first term alone: it shows, for any method, which tokens the policy's loss pushes.
+    Together with a penalty every token would seem pushed, also those that the clip has silenced."""
+    logp = out.logp.detach().requires_grad_()
+    alone = replace(method, terms=method.terms[:1])
+    loss = objective(alone, batch, replace(out, logp=logp), weights[:1], advantage)
+    if not loss.requires_grad:
+        return torch.zeros_like(logp)
+    return torch.autograd.grad(loss, logp, allow_unused=True, materialize_grads=True)[0]
 
 
 def _look(
     batch: Batch,
     out: Forward,
-    gradients: list[Tensor],
+    push: Tensor,
     weights: tuple[Tensor, ...],
     advantage: Tensor,
     rows: Tensor,
@@ -140,4 +148,4 @@ def _look(
         seen.entropy += float(torch.where(mask, out.entropy.detach(), 0).sum())
     pushed = mask & (advantage != 0) & (weights[0] != 0)
     seen.pushed += float(pushed.sum())
-    seen.clipped += float((pushed & (sum(gradients, torch.zeros_like(logp)) == 0)).sum())
+    seen.clipped += float((pushed & (push == 0)).sum())
