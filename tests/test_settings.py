@@ -22,6 +22,7 @@ from postrl.settings import Settings, learning_rate
         ("schedule", "cosin"),
         ("weight_decay", -0.1),
         ("max_gradient_norm", math.nan),
+        ("max_gradient_norm", 0.0),
         ("token_budget", 0),
         ("importance_cap", 0.0),
         ("importance_cap", -2.0),

@@ -31,13 +31,13 @@ class Settings:
     weight_decay: float = 0.0
     """AdamW's decoupled weight decay."""
     max_gradient_norm: float = 1.0
-    """Gradients are scaled down to this 2-norm."""
+    """Gradients are scaled down to this 2-norm; inf leaves them as they are."""
     token_budget: int = 4096
     """Tokens per forward and backward pass; lower it if memory runs out. It does not change the update."""
     importance_cap: float | None = 2.0
     """Cap of π_train/π_sampler, multiplied onto the advantage; None switches the correction off."""
     kl_coef: float = 0.0
-    """Weight of a KL penalty (k3) to the reference policy; needs `reference`."""
+    """Weight of a KL penalty (k3, mean over tokens, whatever the method's own mean) to `reference`."""
     refill: int = 0
     """How many further rollout batches a step may draw to replace units the method does not keep."""
     checkpoint_every: int = 10
@@ -61,6 +61,8 @@ class Settings:
             raise UserError(f"option schedule={self.schedule!r} must be one of: {', '.join(get_args(Schedule))}")
         if not math.isfinite(self.learning_rate):
             raise UserError(f"option learning_rate={self.learning_rate} must be a finite number")
+        if self.max_gradient_norm == 0:
+            raise UserError("option max_gradient_norm=0 would scale every gradient to nothing; inf switches it off")
         if self.importance_cap is not None and self.importance_cap <= 0:
             raise UserError(f"option importance_cap={self.importance_cap} must be above 0, or None to switch it off")
 

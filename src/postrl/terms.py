@@ -22,7 +22,7 @@ def reference_kl(
     """coef · KL(π‖π_ref) by an estimator on sampled tokens; needs `logp_ref`.
 
     off_policy_correction multiplies by r = π/π_old with its gradient, which makes the gradient of k3 that of the exact
-    KL also off-policy (TRL's default since 1.10; off here, as in the GRPO paper).
+    KL also off-policy (TRL 1.16's default; off here, as in the GRPO paper).
     """
 
     def loss(batch: Batch, advantage: Tensor, forward: Forward) -> Tensor:
