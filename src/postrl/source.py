@@ -115,6 +115,8 @@ class Dataset:
         for rollout in rollouts:
             groups.setdefault(rollout.group, []).append(rollout)
         self.groups, self.per_step, self.seed, self.position = list(groups.values()), per_step, seed, 0
+        # Once: the loop asks for the state at every step, and a data set may be large.
+        self.fingerprint = digest([asdict(rollout) for members in self.groups for rollout in members])
 
     def __call__(self, step: int, groups: int | None = None) -> list[Rollout]:
         """The next groups; their numbers are running positions, never reused."""
@@ -124,11 +126,11 @@ class Dataset:
         return [replace(rollout, group=number) for number, members in chosen for rollout in members]
 
     def state_dict(self) -> dict[str, object]:
-        return {"position": self.position, "fingerprint": self._fingerprint()}
+        return {"position": self.position, "fingerprint": self.fingerprint}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Raises UserError if the rollouts are not those of the saved run."""
-        if state["fingerprint"] != self._fingerprint():
+        if state["fingerprint"] != self.fingerprint:
             raise UserError(
                 "the data set's rollouts are not those of the checkpoint; resume with the same data or start a new run"
             )
@@ -137,9 +139,6 @@ class Dataset:
     def _index(self, number: int) -> int:
         epoch, place = divmod(number, len(self.groups))
         return int(np.random.default_rng([self.seed, epoch]).permutation(len(self.groups))[place])
-
-    def _fingerprint(self) -> str:
-        return digest([asdict(rollout) for members in self.groups for rollout in members])
 
 
 def check_training(sampling: Sampling) -> None:
