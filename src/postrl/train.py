@@ -89,6 +89,8 @@ def train(
     open_run(folder, configuration, resume, FREE)
     torch.manual_seed(settings.seed)
     prepared = accelerator.prepare_model(policy)  # on its device before the optimiser's moments are
+    if reference is not None:
+        reference = reference.to(accelerator.device)
     groups = parameters(policy) if parameters else [{"params": [p for p in policy.parameters() if p.requires_grad]}]
     optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True)
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
