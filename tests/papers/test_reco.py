@@ -152,6 +152,14 @@ def test_certain_tokens_stay_finite():
     assert torch.isfinite(laws.update(reco(), batch, now).gradient["logp"]).all()
 
 
+def test_tokens_out_of_float32s_reach_stay_finite():
+    """e^−110 is 0 in float32: a foreign text's token, whose v would be 0 / 0."""
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    old, now = torch.tensor([[-110.0, -2.0]]), torch.tensor([[-105.0, -1.0]])
+    ratio = variance(mask, now, 1e-5) / variance(mask, old, 1e-5)
+    assert ratio[0, 0] == 1 and 1 < ratio[0, 1] < math.e
+
+
 def test_bad_input_is_named():
     for cap in (0.0, -1.0, math.inf):
         with pytest.raises(UserError, match="reco: cap is"):

@@ -51,7 +51,7 @@ def reco(
     Park et al., arXiv 2607.26862. v is detached: its own derivative has the sign of 1 − 2p and would push likely tokens
     the wrong way. At the weights that sampled v = 1, so with one update per step the token level does nothing.
 
-    typical: π̄. "geometric": exp(mean_t log p_old), from 1/G to cap. "sequence": the literal probability of the answer,
+    typical: π̄. "geometric": exp(mean_t log p_old), never above 1. "sequence": the literal probability of the answer,
         so small for long ones that every weight meets the cap and the level vanishes. "empirical": the share of the
         group that lies in the same cluster of the grouping named `clusters` (for example equal final answers).
     cap: on 1/(G·π̄), applied in log space (a port's value; the paper's is not known).
@@ -112,8 +112,9 @@ def response_weight(
 
 
 def variance(mask: Tensor, logp: Matrix, floor: float) -> Matrix:
-    """p(1−p) of the sampled tokens, 1 − p kept above `floor`; a constant off the mask."""
-    logp = on(mask, logp, fill=-1.0)
+    """p(1−p) of the sampled tokens, 1 − p kept above `floor` and p above e^−80, where float32 still divides; a constant
+    off the mask."""
+    logp = on(mask, logp, fill=-1.0).clamp(min=-80.0)
     return logp.exp() * (-torch.expm1(logp)).clamp(min=floor)
 
 
