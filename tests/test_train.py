@@ -188,6 +188,8 @@ def test_refill_is_bounded_and_counted(tmp_path: Path):
     assert source.calls == [0] * 4 + [1] * 4
     got = figures(tmp_path)[0]
     assert (got["units/kept"], got["units/dropped"], got["refills"]) == (16, 80, 3)
+    # Of all that were drawn: those that were kept are half right whatever the policy can do.
+    assert got["pass@1"] == pytest.approx(1 / 12) and got["reward"] == pytest.approx(1 / 12 + 0.15)
     assert sorted(set(kept_groups(tmp_path, 1))) == [1, 7, 13, 19]
 
 

@@ -22,9 +22,7 @@ def step_metrics(
     constant = Groups(reward, batch.group()).spread() <= 1e-6
     ratios = seen.ratio[mask]
     figures = {
-        "reward": _mean(reward),
-        **{f"reward/{n}": _mean(batch.reward(n)) for n in batch.reward_names},
-        "pass@1": _mean(batch.reward("correct")) if "correct" in batch.reward_names else math.nan,
+        **outcome_metrics(batch),
         "entropy": _ratio(seen.entropy, seen.tokens) if entropy is None else _ratio(on(mask, entropy).sum(), tokens),
         "kl": _ratio(seen.kl, seen.tokens),
         "clip": seen.clipped / max(1.0, seen.pushed),
@@ -43,6 +41,16 @@ def step_metrics(
         "loss": sum(seen.losses) / max(1, len(seen.losses)),
         "gradient_norm": max(seen.gradient_norms, default=0.0),
         **_mismatch(batch),
+    }
+    return {name: value for name, value in figures.items() if value == value}
+
+
+def outcome_metrics(batch: Batch) -> dict[str, float]:
+    """How good the rollouts are. Of everything that was drawn: what a method keeps is no fair sample of the policy."""
+    figures = {
+        "reward": _mean(total_reward(batch)),
+        **{f"reward/{n}": _mean(batch.reward(n)) for n in batch.reward_names},
+        "pass@1": _mean(batch.reward("correct")) if "correct" in batch.reward_names else math.nan,
     }
     return {name: value for name, value in figures.items() if value == value}
 

@@ -31,7 +31,7 @@ from postrl.packing import mini_batches
 from postrl.record import Metrics, open_run, take_back, write_rollouts
 from postrl.rollout import Rollout, collate
 from postrl.settings import Settings, learning_rate
-from postrl.summary import step_metrics
+from postrl.summary import outcome_metrics, step_metrics
 from postrl.terms import reference_kl
 
 Source = Callable[[int], list[Rollout]]
@@ -227,6 +227,7 @@ class Loop:
             return Drawn(fresh, batch, {"units/dropped": 0, "refills": 0})
         wanted, refills, groups = len(fresh), 0, {r.group for r in fresh}
         kept, dropped = _kept(keep, fresh, batch)
+        everything = list(fresh)
         while len(kept) < wanted and refills < self.settings.refill:
             more = self.source(progress.step)
             again = groups & {r.group for r in more}
@@ -235,10 +236,12 @@ class Loop:
             groups |= {r.group for r in more}
             good, lost = _kept(keep, more, _collated(more, progress))
             kept, dropped, refills = kept + good, dropped + lost, refills + 1
+            everything += more
         # The last refill may bring more than was asked for: whole groups leave again.
         while len(fewer := [r for r in kept if r.group != kept[-1].group]) >= wanted:
             kept = fewer
         figures: dict[str, float] = {"units/dropped": dropped, "refills": refills, "units/kept": len(kept)}
+        figures |= outcome_metrics(_collated(everything, progress))
         if not kept:
             return Drawn(fresh, batch, figures, empty=True)
         return Drawn(kept, _collated(kept, progress), figures)
