@@ -109,23 +109,24 @@ def _pass(
     cap = trainer.settings.importance_cap
     if cap is not None:
         advantage = advantage * truncated_importance(batch, cap)
-    loss = objective(trainer.method, batch, out, weights, advantage)
+    method = trainer.method
+    first, others = replace(method, terms=method.terms[:1]), replace(method, terms=method.terms[1:])
+    alone = objective(first, batch, out, weights[:1], advantage)
+    loss = alone + objective(others, batch, out, weights[1:], advantage)
     if not loss.requires_grad:  # no sampled token among these rows
         return 0.0
+    push = _push(alone, out.logp)
     trainer.accelerator.backward(loss)
-    _look(batch, out, _push(trainer.method, batch, out, weights, advantage), weights, advantage, rows, seen)
+    _look(batch, out, push, weights, advantage, rows, seen)
     return float(loss.detach())
 
 
-def _push(method: Method, batch: Batch, out: Forward, weights: tuple[Tensor, ...], advantage: Tensor) -> Tensor:
+def _push(alone: Tensor, logp: Tensor) -> Tensor:
     """[b, t] gradient at logp of the first term alone: it shows, for any method, which tokens the policy's loss pushes.
     Together with a penalty every token would seem pushed, also those that the clip has silenced."""
-    logp = out.logp.detach().requires_grad_()
-    alone = replace(method, terms=method.terms[:1])
-    loss = objective(alone, batch, replace(out, logp=logp), weights[:1], advantage)
-    if not loss.requires_grad:
+    if not alone.requires_grad:
         return torch.zeros_like(logp)
-    return torch.autograd.grad(loss, logp, allow_unused=True, materialize_grads=True)[0]
+    return torch.autograd.grad(alone, logp, retain_graph=True, allow_unused=True, materialize_grads=True)[0]
 
 
 def _look(
