@@ -41,7 +41,7 @@ class Config:
     threads: int = 2
     """Processor threads."""
     measure: reasoning.Measure = field(default_factory=lambda: reasoning.Measure(items=64, samples=32))
-    train: Settings = field(default_factory=lambda: Settings(steps=30, updates=4, learning_rate=1e-5))
+    train: Settings = field(default_factory=lambda: Settings(steps=20, updates=4, learning_rate=2e-5, warmup=8))
     out: Path = Path("runs/demo")
     """Folder of the runs and the report."""
 

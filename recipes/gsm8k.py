@@ -28,7 +28,7 @@ class Config(reasoning.Config):
     """The user's message; {question} stands for the problem."""
     max_tokens: int = 256
     """Longest completion."""
-    train: Settings = field(default_factory=lambda: Settings(steps=100, learning_rate=2e-6))
+    train: Settings = field(default_factory=lambda: Settings(steps=100, learning_rate=2e-6, refill=3))
     out: Path = Path("runs/gsm8k")
     """Folder of the run."""
 

@@ -5,6 +5,7 @@
 reasoning-gym makes the problems; a tenth of them, chosen by their content, is never trained on and measures pass@k.
 """
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,7 +18,6 @@ from postrl.cli import run_recipe
 from postrl.display import Display
 from postrl.envs.base import Task
 from postrl.envs.reasoning import ReasoningTask
-from postrl.errors import UserError
 from postrl.evaluate import Evaluation, evaluate
 from postrl.policies.base import Policy, Renderer, Sampling
 from postrl.policies.loading import load_policy
@@ -64,14 +64,14 @@ class Config:
     """Completions per problem, which are compared with one another."""
     temperature: float = 1.0
     """Of sampling, in training and evaluation."""
-    max_tokens: int = 24
+    max_tokens: int = 16
     """Longest completion."""
     lora_rank: int = 0
     """Train a LoRA adapter of this rank instead of all weights; 0 trains all weights."""
     threads: int = 2
     """Processor threads. More than there are cores is slower, and so is sharing them with another busy program."""
     measure: Measure = field(default_factory=Measure)
-    train: Settings = field(default_factory=lambda: Settings(steps=40, learning_rate=1e-5))
+    train: Settings = field(default_factory=lambda: Settings(steps=40, learning_rate=2e-5, warmup=8, refill=3))
     out: Path = Path("runs/reasoning")
     """Folder of the run."""
     resume: bool = False
@@ -93,7 +93,7 @@ def make_task(config: Config) -> Task:
 def main(config: Config, task: Task | None = None, before: Evaluation | None = None, title: str = "") -> Result:
     """One run. `before` is the evaluation of the untrained model, if it is known already."""
     torch.set_num_threads(config.threads)
-    method = make_method(config.method, config.options)
+    method = make_method(config.method, config.options, config.max_tokens)
     task = make_task(config) if task is None else task
     lora = LoRA(rank=config.lora_rank, alpha=2.0 * config.lora_rank) if config.lora_rank else None
     policy, renderer = load_policy(config.model, lora=lora, seed=config.train.seed)
@@ -125,12 +125,16 @@ def main(config: Config, task: Task | None = None, before: Evaluation | None = N
     )
 
 
-def make_method(name: str, options: Mapping[str, object]) -> papers.Method:
-    """Raises UserError for a name that is not on the shelf, or an option the method does not have."""
-    try:
-        return papers.method(name, **options)
-    except (KeyError, TypeError) as error:
-        raise UserError(f"option method={name} with options {dict(options)}: {error.args[0]}") from error
+def make_method(name: str, options: Mapping[str, object], max_tokens: int) -> papers.Method:
+    """A method of the shelf; where it has a length of answers, that is the sampler's unless `options` name it.
+
+    Without that, DAPO's penalty for answers near 20,480 tokens would never speak of answers of at most 24, and
+    Dr. GRPO's constant of 3,000 would shrink its gradient a hundred times. Raises UserError for what is not there.
+    """
+    constructor = papers.methods().get(name)
+    known = inspect.signature(constructor).parameters if constructor is not None else {}
+    lengths = {"length": max_tokens, "max_length": max_tokens, "cache": max(1, max_tokens // 5)}
+    return papers.method(name, **{k: v for k, v in lengths.items() if k in known} | dict(options))
 
 
 def sampling(config: Config) -> Sampling:

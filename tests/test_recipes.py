@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from postrl import recipes_folder
+from builders import ragged_batch
+from postrl import papers, recipes_folder
 from postrl.errors import UserError
 from postrl.report.data import read_runs
 from postrl.settings import Settings
@@ -116,3 +118,14 @@ def test_the_copy_task_learns(tmp_path: Path):
     assert run.before.full.pass_at["1"] < 0.15
     assert run.after.full.pass_at["1"] > 0.8
     assert run.pieces(run.rollouts[-1].rows[0]["tokens"])[0] in "ab"
+
+
+def test_methods_that_know_lengths_get_the_samplers():
+    module = sys.modules[recipes_folder.load("reasoning").main.__module__]
+    batch = ragged_batch(seed=1)
+    for options, length in (({}, 16), ({"length": 50}, 50)):
+        weight = module.make_method("dr_grpo", options, 16).terms[0].weight(batch)
+        torch.testing.assert_close(weight, papers.method("dr_grpo", length=length).terms[0].weight(batch))
+    shaped = module.make_method("dapo", {}, 16).advantage(batch)
+    torch.testing.assert_close(shaped, papers.method("dapo", max_length=16, cache=3).advantage(batch))
+    assert module.make_method("grpo", {}, 16).name == "grpo"
