@@ -48,7 +48,8 @@ def attend_backward(
     """Gradients of `attend` for q, k and v; shapes as there. `out` and `lse` may be those of a larger attention of
     which these keys are a part. Scores are computed again."""
     kernel = _flash_backward if q.device.type == "cpu" else _plain_backward
-    grads = kernel(*(x.transpose(1, 2) for x in (grad, q, k, v, out, lse)), causal, bias)
+    grad, q, k, v, out, lse = (x.transpose(1, 2) for x in (grad, q, k, v, out, lse))
+    grads = kernel(grad, q, k, v, out, lse, causal, bias)
     return grads[0].transpose(1, 2), grads[1].transpose(1, 2), grads[2].transpose(1, 2)
 
 
