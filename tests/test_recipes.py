@@ -32,8 +32,9 @@ def modules() -> Iterator[None]:
     """Recipes and folders loaded by a test are forgotten after it."""
     loaded, path = set(sys.modules), list(sys.path)
     yield
+    folders = set(sys.path) - set(path)  # of recipes; what these import from elsewhere stays loaded
     for name in set(sys.modules) - loaded:
-        if not name.startswith("postrl"):
+        if str(Path(vars(sys.modules[name]).get("__file__") or "").parent) in folders:
             del sys.modules[name]
     sys.path[:] = path
 
