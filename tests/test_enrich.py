@@ -70,6 +70,31 @@ def test_what_the_policy_leaves_out_is_named():
         forward_all(Bare.uniform(7, 1, 64), ragged_batch(0, dtype=torch.float32), 50, frozenset({"entropy"}))
 
 
+def test_eval_mode_inside_and_the_mode_before_afterwards_also_after_an_error():
+    modes = []
+
+    class Watched(Tabular):
+        def forward(self, batch: Batch, want: frozenset[str] = frozenset()) -> Forward:
+            modes.append(self.training)
+            return super().forward(batch)
+
+    watched = Watched.uniform(7, 1, 64)
+    batch = ragged_batch(0, dtype=torch.float32)
+    for training in (True, False):
+        watched.train(training)
+        forward_all(watched, batch, 10**6)
+        assert watched.training == training
+    watched.train()
+    with pytest.raises(ValueError, match="gave no 'entropy'"):
+        forward_all(watched, batch, 10**6, frozenset({"entropy"}))
+    assert watched.training and modes == [False] * 3
+
+
+def test_what_is_no_module_has_no_mode():
+    given = policy(0)
+    assert forward_all(lambda batch, want: given(batch, want), ragged_batch(0, dtype=torch.float32), 50).logp is not None
+
+
 def test_no_rows():
     batch = ragged_batch(0)
     with pytest.raises(ValueError, match="without rows"):

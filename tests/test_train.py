@@ -58,6 +58,31 @@ def test_old_log_probabilities_cost_a_pass_only_where_needed(updates, epochs, ne
     assert policy.forwards - policy.gradients == 3 * passes
 
 
+def test_training_mode_in_updates_only(tmp_path: Path):
+    """Else dropout would reach the old log-probabilities, sampling and evaluation."""
+    passes, elsewhere = [], []
+
+    class Watched(Tabular):
+        def forward(self, batch: Batch, want: frozenset[str] = frozenset()):
+            passes.append((torch.is_grad_enabled(), self.training))
+            return super().forward(batch, want)
+
+    policy = Watched.uniform(3, 4, 8).train()
+    source = Copying(policy)
+
+    def watched_source(step: int) -> list[Rollout]:
+        elsewhere.append(policy.training)
+        return source(step)
+
+    def watched_evaluation():
+        elsewhere.append(policy.training)
+        return evaluation(0.1)
+
+    rest = {"evaluate": watched_evaluation}
+    run(tmp_path, policy=policy, source=watched_source, steps=2, evaluate_every=1, rest=rest)
+    assert set(passes) == {(True, True), (False, False)} and elsewhere == [False] * 5
+
+
 def test_both_routes_train_alike(tmp_path: Path):
     first, second = letters_policy(), letters_policy()
     run(tmp_path / "a", method("grpo"), first, updates=1)

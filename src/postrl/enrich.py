@@ -3,11 +3,12 @@
 The token budget bounds the tokens of one forward pass (see `packing.micro_batches`) and changes no result.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from postrl.batch import Batch
 from postrl.method import Forward
@@ -16,14 +17,28 @@ from postrl.packing import micro_batches
 Reader = Callable[[Batch, frozenset[str]], Forward]  # of a policy, all that is needed here
 
 
-def forward_all(policy: Reader, batch: Batch, token_budget: int, want: frozenset[str] = frozenset()) -> Forward:
-    """The policy's forward pass over every row, without gradients, in micro-batches; [B, T, ...] in the batch's order.
+@contextmanager
+def mode(policy: Reader, training: bool) -> Iterator[None]:
+    """Inside, the policy is in training mode (dropout on) or not; then again as before. What is no module has none."""
+    if not isinstance(policy, nn.Module) or policy.training == training:
+        yield
+        return
+    policy.train(training)
+    try:
+        yield
+    finally:
+        policy.train(not training)
 
-    `want` names further parts of `Forward`; "logits" and "hidden" are kept for all rows at once, so ask for them only
-    on small batches. Raises ValueError if the policy leaves out a wanted part, or the batch has no rows.
+
+def forward_all(policy: Reader, batch: Batch, token_budget: int, want: frozenset[str] = frozenset()) -> Forward:
+    """The policy's forward pass over every row, without gradients and in eval mode; [B, T, ...] in the batch's order.
+
+    It runs in micro-batches. `want` names further parts of `Forward`; "logits" and "hidden" are kept for all rows at
+    once, so ask for them only on small batches. Raises ValueError if the policy leaves out a wanted part, or the batch
+    has no rows.
     """
     whole: dict[str, Tensor] = {}
-    with torch.no_grad():
+    with torch.no_grad(), mode(policy, False):
         for index in micro_batches(batch, token_budget):
             part = policy(batch.rows(index), want)
             for name in ("logp", *sorted(want)):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from postrl.advantages import truncated_importance
 from postrl.batch import Batch
-from postrl.enrich import forward_all
+from postrl.enrich import forward_all, mode
 from postrl.errors import UserError
 from postrl.losses import log_ratio
 from postrl.method import Forward, Method, objective
@@ -70,9 +70,10 @@ def update(trainer: Trainer, batch: Batch, rows: Tensor, advantage: Tensor, rate
         _check_finite(method, f"weight of term {term.name!r}", weight, batch)
     trainer.optimizer.zero_grad(set_to_none=False)
     loss = 0.0
-    for index in micro_batches(batch, settings.token_budget, method.atom):
-        part = tuple(w[index] for w in weights)
-        loss += _pass(trainer, batch.rows(index), part, advantage[index], rows[index], seen)
+    with mode(trainer.policy, True):
+        for index in micro_batches(batch, settings.token_budget, method.atom):
+            part = tuple(w[index] for w in weights)
+            loss += _pass(trainer, batch.rows(index), part, advantage[index], rows[index], seen)
     norm = trainer.accelerator.clip_grad_norm_(_trained(trainer), settings.max_gradient_norm)
     assert norm is not None  # only other backends answer None
     if not bool(torch.isfinite(norm)):

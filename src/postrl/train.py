@@ -88,6 +88,7 @@ def train(
     configuration = {**(describe or {}), "method": method.name, **asdict(settings)}
     open_run(folder, configuration, resume, FREE)
     torch.manual_seed(settings.seed)
+    policy.eval()  # only an update's own passes have dropout
     prepared = accelerator.prepare_model(policy)  # on its device before the optimiser's moments are
     if reference is not None:
         reference = reference.to(accelerator.device)

@@ -6,11 +6,15 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from builders import rollout
+from postrl.enrich import forward_all
 from postrl.errors import UserError
+from postrl.optimise import Seen, Trainer, update
+from postrl.papers.reinforce import reinforce
 from postrl.policies.base import Sampling
 from postrl.policies.decoder import Decoder
 from postrl.policies.hf import HuggingFacePolicy
@@ -18,6 +22,7 @@ from postrl.policies.loading import load_policy
 from postrl.policies.lora import CONFIG, WEIGHTS, LoRA, LoRADecoder
 from postrl.policies.sampler import sample
 from postrl.rollout import collate
+from postrl.settings import Settings
 from tiny_models import LLAMA, save_model, tiny_model
 
 SMALL = LoRA(rank=4, alpha=12.0, targets=("q_proj", "v_proj", "down_proj"))
@@ -151,6 +156,28 @@ def test_dropout_is_on_in_training_only(folder: Path) -> None:
     trained = [policy.train()(batch()).logp for _ in range(2)]
     evaluated = [policy.eval()(batch()).logp for _ in range(2)]
     assert largest(*trained) > 0 and largest(*evaluated) == 0
+
+
+@pytest.mark.parametrize("engine", ["decoder", "transformers"])
+def test_an_update_has_dropout_and_no_other_pass_has(engine: str, folder: Path) -> None:
+    lora = LoRA(rank=4, dropout=0.5)
+    policy = adapted(folder, lora) if engine == "decoder" else HuggingFacePolicy.load(folder).with_lora(lora)
+    for parameter in policy.parameters() if engine == "transformers" else ():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.2)
+    for training in (False, True):  # whatever the mode was, it is again
+        policy.train(training)
+        given = batch()
+        old = forward_all(policy, given, 100).logp
+        assert largest(old, policy.eval()(given).logp.detach()) == 0
+        policy.train(training)
+        given.logp_old.copy_(old)
+        seen = Seen(torch.ones_like(old), torch.zeros_like(old), old.clone())
+        optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=0.0)
+        trainer = Trainer(reinforce(), policy, optimizer, Accelerator(), Settings(importance_cap=None), False)
+        update(trainer, given, torch.arange(2), given.mask.float(), 0.0, seen)
+        assert (seen.ratio[given.mask] - 1).abs().max() > 1e-3, "the pass of the update has dropout"
+        assert policy.training == training and largest(forward_all(policy, given, 100).logp, old) == 0
 
 
 def test_seeds_choose_the_first_values(folder: Path) -> None:

@@ -33,11 +33,16 @@ _PLAIN = {"bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_ou
 
 @dataclass(frozen=True)
 class LoRA:
-    """What to adapt. `targets` are the last parts of the Hugging Face names of linear layers."""
+    """What to adapt. `targets` are the last parts of the Hugging Face names of linear layers.
+
+    dropout is of the adapter's input, in the passes of an update only: sampling, evaluation and `logp_old` have none.
+    Above 0, the ratio π/π_old is therefore not 1 before the first update, and clips act on that noise too; with one
+    update a step logp_old is that update's own pass, so the ratio is 1, but importance_cap sees the noise.
+    """
 
     rank: int = 16
     alpha: float = 32.0
-    dropout: float = 0.0  # of the adapter's input, in training only; sampling never has it
+    dropout: float = 0.0
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
     def __post_init__(self) -> None:
