@@ -92,7 +92,9 @@ def test_eval_mode_inside_and_the_mode_before_afterwards_also_after_an_error():
 
 def test_what_is_no_module_has_no_mode():
     given = policy(0)
-    assert forward_all(lambda batch, want: given(batch, want), ragged_batch(0, dtype=torch.float32), 50).logp is not None
+    assert (
+        forward_all(lambda batch, want: given(batch, want), ragged_batch(0, dtype=torch.float32), 50).logp is not None
+    )
 
 
 def test_no_rows():
