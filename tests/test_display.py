@@ -7,7 +7,7 @@ from rich.console import Console
 
 from postrl.display import Display
 
-METRICS = {"reward": 0.5, "kl": 0.01, "time/step": 2.0, "time/tokens_per_second": 100.0}
+METRICS = {"reward": 0.5, "kl": 0.01, "kl_reference": 0.02, "time/step": 2.0, "time/tokens_per_second": 100.0}
 
 
 def shown(terminal: bool, title: str = "", words: str = "") -> str:
@@ -24,7 +24,7 @@ def shown(terminal: bool, title: str = "", words: str = "") -> str:
 @pytest.mark.parametrize("terminal", [True, False])
 def test_figures(terminal: bool):
     text = shown(terminal)
-    assert "reward 0.500" in text and "kl 0.010" in text and "100 tok/s" in text
+    assert "reward 0.500" in text and "kl(old) 0.010 kl(ref) 0.020" in text and "100 tok/s" in text
     assert "evaluation after step 0: pass@1 0.125 pass@4 0.250" in text
     assert "10/10" in text
 

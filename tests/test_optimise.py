@@ -332,6 +332,16 @@ def test_a_penalty_does_not_hide_the_clip_share():
     assert beside.clipped == alone.clipped > 0 and beside.pushed == alone.pushed
 
 
+def test_divergence_from_the_reference_is_seen_whether_it_is_trained_or_not():
+    batch, policy = ragged_batch(0), policy_of()
+    assert batch.logp_ref is not None
+    gap = (batch.logp_ref - forward_all(policy, batch, 10**6).logp)[batch.mask]
+    expected = sum(math.exp(d) - d - 1 for d in gap.tolist())
+    for built in (grpo(), grpo().plus(reference_kl(0.1))):
+        assert one_update(built, batch, policy, token_budget=20).kl_reference == pytest.approx(expected) != 0
+    assert one_update(grpo(), replace(batch, logp_ref=None), policy).kl_reference == 0
+
+
 def test_learning_rate_scales_with_the_group():
     policy = policy_of()
     optimizer = torch.optim.SGD([{"params": [policy.table], "scale": 0.5}], lr=0.0)

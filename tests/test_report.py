@@ -174,6 +174,15 @@ def test_curves_leave_out_what_is_no_number(tmp_path: Path):
     write_report([run], tmp_path / "report.html")
 
 
+def test_divergence_from_the_reference_is_a_curve_where_it_was_recorded(tmp_path: Path):
+    run = make_run(tmp_path / "run", steps=3)
+    path = run / "metrics.jsonl"
+    assert "curve-kl_reference" not in {figure.key for figure in figures.curves(read_runs([run]))}
+    path.write_text(path.read_text().replace('"entropy": ', '"kl_reference": 0.25, "entropy": '))
+    found = {figure.key: figure for figure in figures.curves(read_runs([run]))}
+    assert found["curve-kl_reference"].traces[0]["y"] == [0.25] * 3
+
+
 def test_gallery_shows_credit_of_sampled_tokens(tmp_path: Path):
     run = make_run(tmp_path / "run")
     groups = gallery.gallery(read_runs([run])[0])

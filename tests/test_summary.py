@@ -83,6 +83,14 @@ def test_figures_of_a_step_without_a_forward_are_left_out():
     assert got["tokens"] == 4
 
 
+def test_divergence_from_the_reference_only_if_there_is_one():
+    batch = batch_of((0, 0.0, 0.0), (0, 1.0, 1.0))
+    zero = torch.zeros_like(batch.logp_old)
+    seen = Seen(zero + 1, zero, zero, tokens=4.0, kl_reference=2.0)
+    assert figures(replace(batch, logp_ref=zero), seen)["kl_reference"] == 0.5
+    assert "kl_reference" not in figures(batch, seen)
+
+
 def test_entropy_from_either_place():
     batch = batch_of((0, 0.0, 0.0), (0, 1.0, 1.0))
     entropy = torch.full_like(batch.logp_old, 0.5).masked_fill(~batch.mask, torch.nan)

@@ -6,7 +6,14 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-SHOWN = {"reward": "reward", "pass@1": "pass@1", "entropy": "entropy", "kl": "kl", "clip": "clip"}
+SHOWN = {
+    "reward": "reward",
+    "pass@1": "pass@1",
+    "entropy": "entropy",
+    "kl": "kl(old)",
+    "kl_reference": "kl(ref)",
+    "clip": "clip",
+}
 
 
 class Display:

@@ -10,7 +10,7 @@ from postrl.advantages import truncated_importance
 from postrl.batch import Batch
 from postrl.enrich import forward_all, mode
 from postrl.errors import UserError
-from postrl.losses import log_ratio
+from postrl.losses import kl_k3, log_ratio
 from postrl.method import Forward, Method, objective
 from postrl.packing import micro_batches
 from postrl.settings import Settings
@@ -25,6 +25,7 @@ class Seen:
     logp_old: Tensor  # [B, T], as the updates used it
     tokens: float = 0.0
     kl: float = 0.0
+    kl_reference: float = 0.0  # k3 against logp_ref, where the batch has it
     entropy: float = 0.0
     pushed: float = 0.0  # tokens with A ≠ 0 and W ≠ 0
     clipped: float = 0.0  # those of them whose log-probability got no gradient from the policy's term
@@ -146,6 +147,8 @@ def _look(
     seen.logp_old[rows] = batch.logp_old.to(seen.logp_old.dtype)
     seen.tokens += float(mask.sum())
     seen.kl += float((torch.expm1(log_r) - log_r).sum())
+    if batch.logp_ref is not None:
+        seen.kl_reference += float(kl_k3(mask, logp, batch.logp_ref).sum())
     if out.entropy is not None:
         seen.entropy += float(torch.where(mask, out.entropy.detach(), 0).sum())
     pushed = mask & (advantage != 0) & (weights[0] != 0)

@@ -25,6 +25,7 @@ def step_metrics(
         **outcome_metrics(batch),
         "entropy": _ratio(seen.entropy, seen.tokens) if entropy is None else _ratio(on(mask, entropy).sum(), tokens),
         "kl": _ratio(seen.kl, seen.tokens),
+        "kl_reference": math.nan if batch.logp_ref is None else _ratio(seen.kl_reference, seen.tokens),
         "clip": seen.clipped / max(1.0, seen.pushed),
         "ratio/max": float(ratios.max()) if len(ratios) else 1.0,
         "ratio/min": float(ratios.min()) if len(ratios) else 1.0,

@@ -20,6 +20,7 @@ CURVES = {
     "pass@1": ("Correct while training", "share of a step's rollouts that are right"),
     "entropy": ("Entropy", "nats per sampled token"),
     "kl": ("KL to the step's old policy", "k3 estimate, nats per token, mean over the step's updates"),
+    "kl_reference": ("KL to the reference policy", "k3 estimate, nats per token, mean over the step's updates"),
     "clip": ("Clipped share", "tokens with an advantage that got no gradient"),
     "length": ("Length", "sampled tokens per rollout"),
     "gradient_norm": ("Gradient norm", "largest 2-norm of the step's updates, before clipping"),
