@@ -10,6 +10,7 @@ from torch import Tensor
 
 from builders import Operations, no_float_casts, poisoned, ragged_batch, units
 from postrl import advantages as adv
+from postrl.batch import Kind
 
 NAN = math.nan
 BASELINES = [adv.centred, adv.zscored, adv.leave_one_out]
@@ -224,6 +225,17 @@ def test_truncated_importance_against_a_loop(seed: int):
             ratio = math.exp(batch.logp_old[b, t] - batch.logp_sampler[b, t]) if batch.mask[b, t] else 1.0
             assert factor[b, t] == pytest.approx(min(ratio, 1.1), abs=1e-12)
     assert (factor == 1.1).any() and (factor < 1).any()
+
+
+def test_pairs_and_demonstrations_have_no_sampler_to_correct_for():
+    """Their zeros for log-probabilities would read as a sampler that was certain: a factor near 0 on every token."""
+    batch = ragged_batch(0)
+    kind = torch.arange(batch.size) % 3
+    batch = replace(batch, kind=kind, logp_sampler=torch.zeros_like(batch.logp_sampler))
+    factor = adv.truncated_importance(batch, cap=2.0)
+    drawn = batch.mask & (kind == Kind.ROLLOUT)[batch.unit][:, None]
+    assert (factor[~drawn] == 1).all() and (~drawn & batch.mask).any()
+    torch.testing.assert_close(factor[drawn], batch.logp_old[drawn].exp().clamp(max=2.0))
 
 
 def test_truncated_importance_bounds_the_variance_of_a_mismatched_sampler():

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from postrl.batch import Batch, unit_sum
+from postrl.batch import Batch, Kind, unit_sum
 
 MIN_SPREAD = 1e-6
 Singleton = Literal["zero", "raw"]
@@ -188,7 +188,9 @@ def gae(
 def truncated_importance(batch: Batch, cap: float) -> Float[Tensor, "B T"]:
     """min(π_train/π_sampler, cap) per token at the weights that sampled: the sampler's mismatch, to be put on A.
 
-    1 off the mask. Truncated importance sampling bounds the variance that rare tokens would add (cap > 0).
+    1 off the mask and on units that are no rollouts: pairs and demonstrations had no sampler whose mismatch there could
+    be, whatever stands in their `logp_sampler`. Truncated importance sampling bounds the variance that rare tokens would add (cap > 0).
     """
-    gap = torch.where(batch.mask, batch.logp_old - batch.logp_sampler, torch.zeros_like(batch.logp_old))
+    drawn = batch.mask & (batch.kind == Kind.ROLLOUT)[batch.unit][:, None]
+    gap = torch.where(drawn, batch.logp_old - batch.logp_sampler, torch.zeros_like(batch.logp_old))
     return gap.exp().clamp(max=cap)

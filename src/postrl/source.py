@@ -103,7 +103,11 @@ class Dataset:
     """Given rollouts (pairs, demonstrations, old samples), `per_step` groups at a time, in shuffled epochs.
 
     Rollouts of one `group` stay together, so both sides of a pair do. A group appears once per epoch; a step may span
-    an epoch's end, and then a group that comes twice gets two group numbers. Raises UserError if there are no rollouts.
+    an epoch's end, and then a group that comes twice gets two group numbers.
+
+    The ratio π/π_old of the losses is relative to the policy at the start of the step, not to whoever wrote the
+    rollouts: the loop recomputes `logp_old`. How far old samples are from that policy enters only as the factor of
+    `importance_cap` on A (1 for pairs and demonstrations). Raises UserError if there are no rollouts.
     """
 
     def __init__(self, rollouts: Sequence[Rollout], per_step: int, seed: int = 0) -> None:
