@@ -189,7 +189,7 @@ def truncated_importance(batch: Batch, cap: float) -> Float[Tensor, "B T"]:
     """min(π_train/π_sampler, cap) per token at the weights that sampled: the sampler's mismatch, to be put on A.
 
     1 off the mask and on units that are no rollouts: pairs and demonstrations had no sampler whose mismatch there could
-    be, whatever stands in their `logp_sampler`. Truncated importance sampling bounds the variance that rare tokens would add (cap > 0).
+    be, whatever stands in their `logp_sampler`. Truncation bounds the variance that rare tokens would add (cap > 0).
     """
     drawn = batch.mask & (batch.kind == Kind.ROLLOUT)[batch.unit][:, None]
     gap = torch.where(drawn, batch.logp_old - batch.logp_sampler, torch.zeros_like(batch.logp_old))
