@@ -146,6 +146,35 @@ def test_dtype_is_kept_and_nothing_is_cast(case: Case, dtype: torch.dtype):
         assert case.loss(x).dtype == dtype
 
 
+@pytest.mark.parametrize(
+    ("A", "dual", "expected"),
+    [(1.0, None, -1.2), (0.0, None, 0.0), (1.0, 3.0, -1.2), (-1.0, 3.0, 3.0), (-2.0, 3.0, 6.0), (0.0, 3.0, 0.0)],
+)
+def test_a_ratio_beyond_float32_has_no_gradient_where_the_clip_silences_it(
+    A: float, dual: float | None, expected: float
+):
+    """log r = 99: e^99 is inf in float32, and 0·inf in the backward pass would be NaN for the whole update."""
+    logp = torch.tensor([[-1.0, -1.0]], requires_grad=True)
+    old, advantage = torch.tensor([[-100.0, -1.0]]), torch.tensor([[A, 1.0]])
+    loss = losses.clipped(torch.ones(1, 2, dtype=torch.bool), logp, old, advantage, 0.2, 0.2, dual)
+    assert loss.tolist() == [pytest.approx([expected, -1.0])]
+    assert torch.autograd.grad(loss.sum(), logp)[0].tolist() == [[0.0, -1.0]]
+
+
+def test_ties_of_the_clip_are_shared_as_before():
+    """At r = 1 + high exactly, and at r = dual, the plain surrogate of the same ratio says what the gradient is."""
+    log_r = torch.tensor([[math.log(2.0), math.log(0.5), math.log(4.0), 0.0]], dtype=torch.float64)
+    high, low, dual = float(log_r[0, 0].exp()) - 1, 1 - float(log_r[0, 1].exp()), float(log_r[0, 2].exp())
+    advantage = torch.tensor([[1.0, -1.0, -1.0, 0.0]], dtype=torch.float64)
+    zero, mask = torch.zeros_like(log_r), torch.ones(1, 4, dtype=torch.bool)
+    first, second = (log_r.clone().requires_grad_() for _ in range(2))
+    loss = losses.clipped(mask, first, zero, advantage, low, high, dual)
+    plain = losses.clipped_ratio(second.exp(), advantage, low, high, dual)
+    gradient = torch.autograd.grad(loss.sum(), first)[0]
+    assert torch.equal(loss, plain) and torch.equal(gradient, torch.autograd.grad(plain.sum(), second)[0])
+    assert (gradient[0, :3] != 0).all()
+
+
 def test_bounds_may_be_numbers_or_matrices():
     x = inputs(0)
     bound = torch.full_like(x.logp, 0.2)

@@ -48,8 +48,24 @@ def clipped(
     `low` and `high` are numbers or [b, t]. dual=c bounds the loss by −c·A where A < 0 (dual-clip PPO, arXiv
     1912.09729; verl has c=3 by default).
     """
-    ratio, advantage = log_ratio(mask, logp, logp_old).exp(), on(mask, advantage)
+    advantage = on(mask, advantage)
+    ratio = moving_ratio(log_ratio(mask, logp, logp_old), advantage, low, high, dual)
     return clipped_ratio(ratio, advantage, low, high, dual)
+
+
+def moving_ratio(
+    log_ratio: Matrix, advantage: Matrix, low: float | Tensor, high: float | Tensor, dual: float | None = None
+) -> Matrix:
+    """r = e^log_ratio for `clipped_ratio`, a finite constant on tokens the clip silences or A = 0 leaves alone.
+
+    There the gradient is 0·r, which is NaN once r overflows (in float32 from log r = 89 on). It changes nothing else.
+    """
+    constant = log_ratio.detach().exp()
+    silent = outside(constant, advantage, low, high) | (advantage == 0)
+    if dual is not None:
+        silent = silent | ((advantage < 0) & (constant > dual))
+    constant = constant.clamp(max=torch.finfo(constant.dtype).max)
+    return torch.where(silent, constant, torch.where(silent, torch.zeros_like(log_ratio), log_ratio).exp())
 
 
 def clipped_ratio(

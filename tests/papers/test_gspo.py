@@ -1,12 +1,14 @@
 """GSPO."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 import laws
 import reference
+from postrl.method import Forward
 from postrl.papers.grpo import grpo
 from postrl.papers.gspo import gspo
 
@@ -53,6 +55,16 @@ def test_gradient_is_that_of_the_sequence_form():
             laws.near(got.gradient["logp"], logp.grad, "gradient")
 
     laws.over_cases(check)
+
+
+def test_a_ratio_beyond_float32_has_no_gradient_where_the_clip_silences_it():
+    case = laws.by_hand([0], [1.0], old=[[0.5, 0.5]], new=[[0.5, 0.5]])
+    batch = case.batch.to(dtype=torch.float32)
+    batch = replace(batch, logp_old=torch.full_like(batch.logp_old, -100.0))
+    logp = torch.full_like(batch.logp_old, -1.0).requires_grad_()
+    loss = gspo(low=0.2, high=0.2).terms[0].loss(batch, batch.mask.float(), Forward(logp))
+    assert loss[batch.mask].tolist() == pytest.approx([-1.2, -1.2])
+    assert torch.equal(torch.autograd.grad(loss.sum(), logp)[0], torch.zeros_like(logp))
 
 
 def test_one_token_answers_are_the_token_clip():

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from postrl.advantages import MIN_SPREAD, Singleton
 from postrl.batch import Batch
-from postrl.losses import clipped_ratio, log_ratio, on, pooled
+from postrl.losses import clipped_ratio, log_ratio, moving_ratio, on, pooled
 from postrl.method import Forward, Method, Paper, Term
 from postrl.papers.grpo import standardised
 from postrl.weights import sequence_mean, share_counted
@@ -44,8 +44,9 @@ def gspo(
     """
 
     def loss(batch: Batch, advantage: Tensor, forward: Forward) -> Tensor:
-        ratio = pooled(log_ratio(batch.mask, forward.logp, batch.logp_old), batch).exp()
-        return clipped_ratio(ratio, on(batch.mask, advantage), low, high)
+        log_s = pooled(log_ratio(batch.mask, forward.logp, batch.logp_old), batch)
+        advantage = on(batch.mask, advantage)
+        return clipped_ratio(moving_ratio(log_s, advantage, low, high), advantage, low, high)
 
     advantage = partial(standardised, ddof=ddof, eps=eps, singleton=singleton, min_spread=min_spread, missing=missing)
     weight, total = partial(sequence_mean, count_empty=count_empty), partial(share_counted, count_empty=count_empty)
