@@ -1,12 +1,16 @@
 """Returns and GAE of `advantages.py` across observations: what a tool's answer between two turns does to credit."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
 import laws
-from postrl.advantages import discounted_returns, gae, whitened
+from builders import ragged_rollouts
+from postrl.advantages import discounted_returns, gae, spread_steps, whitened
+from postrl.errors import UserError
+from postrl.rollout import collate
 
 MASK = [1, 1, 0, 0, 1, 1]
 
@@ -43,6 +47,30 @@ def test_gae_without_gaps_by_hand_and_at_its_ends():
     laws.equal(gae(rewards, values, batch, gamma=0.5, lam=0.0), [[1 - 0.5 - 0.5, 2 + 1 + 1, 1]])
     laws.equal(gae(rewards, values, batch, 0.5, 0.5), [[0.25 * 4.25, 4.25, 1]])
     assert torch.equal(gae(rewards, values, batch, 0.9, 0.8), gae(rewards, values, batch, 0.9, 0.8, gap="zero"))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_step_rewards_reach_their_tokens_against_a_loop(seed: int):
+    """A missing reward, a unit whose world gave fewer steps than it has turns, several contexts, tool tokens."""
+    rollouts = ragged_rollouts(seed)
+    for number, rollout in enumerate(rollouts):
+        rollout.step_rewards = [[1.5, math.nan], [0.25, -2.0, 3.0], []][number % 3]
+    batch = collate(rollouts).to(dtype=torch.float64)
+    got, met = spread_steps(batch), set()
+    assert got.dtype == torch.float64 and got.shape == batch.mask.shape
+    for b, t in torch.cartesian_prod(*map(torch.arange, batch.mask.shape)).tolist():
+        steps, segment = rollouts[int(batch.unit[b])].step_rewards, int(batch.segment[b, t])
+        there = bool(batch.mask[b, t]) and segment < len(steps)
+        expected = steps[segment] if there and not math.isnan(steps[segment]) else 0.0
+        assert float(got[b, t]) == expected
+        met.add((bool(batch.mask[b, t]), segment < len(steps), expected))
+    assert {(True, True, 3.0), (True, True, 0.0), (True, False, 0.0), (True, True, 1.5)} <= met
+    assert (False, True, 0.0) in met
+
+
+def test_without_step_rewards_it_is_said_what_to_do():
+    with pytest.raises(UserError, match="no step rewards: use an environment whose Step has a reward"):
+        spread_steps(replace(turns(), step_rewards=None))
 
 
 def test_nothing_off_the_mask_is_read():

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from postrl.batch import Batch, Kind, unit_sum
+from postrl.errors import UserError
 
 MIN_SPREAD = 1e-6
 Singleton = Literal["zero", "raw"]
@@ -183,6 +184,22 @@ def gae(
         value = torch.where(here, values[:, t], value)
         advantages[:, t] = torch.where(batch.mask[:, t], tail, zero[:, t])
     return advantages
+
+
+def spread_steps(batch: Batch) -> Float[Tensor, "B T"]:
+    """Each sampled token gets `step_rewards` of its unit at its own segment: turn-level credit, still raw.
+
+    0 where that reward is missing (NaN), where the world gave none for the segment, and off the mask. Segments count
+    from 0 in every row, so the rows of a unit with several contexts read the same steps. Raises UserError if no unit
+    has step rewards.
+    """
+    if batch.step_rewards is None:
+        raise UserError("this batch has no step rewards: use an environment whose Step has a reward")
+    known = torch.nan_to_num(batch.step_rewards, nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+    known = torch.cat([known, torch.zeros_like(known[:, :1])], 1) if known.shape[1] else known.new_zeros(batch.size, 1)
+    last = known.shape[1] - 1  # a column of zeros, for what has no step
+    step = torch.where(batch.mask & (batch.segment >= 0), batch.segment, last).clamp(max=last)
+    return known[batch.unit[:, None], step.long()]
 
 
 def truncated_importance(batch: Batch, cap: float) -> Float[Tensor, "B T"]:
