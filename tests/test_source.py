@@ -11,9 +11,11 @@ from postrl.envs.copy_task import copy_task
 from postrl.envs.single_turn import Problem, Problems
 from postrl.envs.two_turn import TwoTurn
 from postrl.errors import UserError
+from postrl.papers.reco import reco
 from postrl.policies.base import Sampling
 from postrl.policies.tabular import Tabular
 from postrl.rewards.rubric import Reward, RewardError, Rubric
+from postrl.rollout import collate
 from postrl.source import Dataset, OnPolicy, Source
 from scripted import CHARACTERS, Scripted
 
@@ -173,6 +175,32 @@ def test_after_a_failed_step_nothing_has_moved_and_the_source_can_be_used_again(
     assert [r.group for r in again] == [2, 2, 2, 3, 3, 3]
     whole = on_policy(task)
     assert (first, again) == (whole(0), whole(1))
+
+
+def test_equal_answers_are_grouped_for_methods_that_count_them():
+    """Scripted answers by sample; the first number counts, and "?" has none. w = 1/count within the group, by hand."""
+    words = ["1 a", "1 b", "2", "?", "?"]
+    sampler = Scripted(lambda context, key: words[key[3]] if key[2] == 0 else "1 a")
+    task = Problems("q", QUESTIONS, RUBRIC)
+
+    def number(rollout):
+        return next((character for character in rollout.completion if character.isdigit()), None)
+
+    rest = {"size": 5, "policy": policy(sampler=sampler), "sampling": Sampling(max_tokens=4)}
+    rollouts = on_policy(task, **rest, answer=number)(0)
+    assert [r.groups["answer"] for r in rollouts] == [0, 0, 1, 2, 2] + [0] * 5
+    batch = collate(rollouts)
+    assert batch.group_names == ("task", "answer")
+    built = reco(typical="empirical", rescale=False)
+    weight = (built.terms[0].weight(batch).sum(1) * batch.size).tolist()
+    assert weight == pytest.approx([1 / 2, 1 / 2, 1, 1 / 2, 1 / 2] + [1 / 5] * 5)
+    assert "answer" not in on_policy(task, **rest)(0)[0].groups
+
+
+@pytest.mark.parametrize("answer", [lambda r: [1], lambda r: r.info["nothing"]], ids=["no hash", "raises"])
+def test_an_answer_that_cannot_be_had_names_the_item(answer):
+    with pytest.raises(UserError, match=r"option answer: no hashable value for a rollout of item '\w+'"):
+        on_policy(answer=answer)(0)
 
 
 def pairs(count):

@@ -11,7 +11,7 @@ import logging
 import math
 import queue
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -82,14 +82,17 @@ def collect(
     rubric: Rubric,
     limits: Limits = Limits(),
     version: int = 0,
+    answer: Callable[[Rollout], Hashable] | None = None,
 ) -> list[Rollout]:
     """One scored rollout per environment, in the order given.
 
     keys: (seed, step, group, sample) per environment. Neighbours of one group are the group that group rewards see;
     turn t of a rollout is sampled with random numbers of (*key, t). version: of the policy, written into the rollouts.
     The tokens that end a turn are those of `sampling` and of the renderer together.
-    Raises UserError (a prompt does not fit), WorldError (an environment raised) or RewardError (a reward did); then
-    sessions the sampler still keeps are closed.
+    answer: what a scored rollout answered, for methods that count equal answers; it fills the grouping "answer", see
+    `group_answers`.
+    Raises UserError (a prompt does not fit, `answer` raised), WorldError (an environment raised) or RewardError (a
+    reward did); then sessions the sampler still keeps are closed.
     """
     if len(environments) != len(keys):
         raise ValueError(f"{len(environments)} environments but {len(keys)} keys")
@@ -106,7 +109,27 @@ def collect(
     future = asyncio.run_coroutine_threadsafe(work, background_loop())
     future.add_done_callback(lambda _: mail.put(None))
     _serve(sampler, sampling, mail, future, first=len(episodes))
-    return [episode.rollout for episode in episodes]
+    rollouts = [episode.rollout for episode in episodes]
+    if answer is not None:
+        group_answers(rollouts, answer)
+    return rollouts
+
+
+def group_answers(rollouts: Sequence[Rollout], answer: Callable[[Rollout], Hashable]) -> None:
+    """Fill groups["answer"]: 0, 1, … per distinct value of `answer`, in the order of first appearance.
+
+    None (nothing could be extracted) is a value like another. Ids speak of these rollouts alone and do not look at the
+    problem: combine them with the rollouts' `group`. Raises UserError naming the item if `answer` raises or its value
+    cannot be hashed.
+    """
+    numbers: dict[Hashable, int] = {}
+    for rollout in rollouts:
+        try:
+            rollout.groups["answer"] = numbers.setdefault(answer(rollout), len(numbers))
+        except Exception as error:
+            raise UserError(
+                f"option answer: no hashable value for a rollout of item {rollout.item!r} ({error!r}); repair it"
+            ) from error
 
 
 def _serve(sampler: Sampler, sampling: Sampling, mail: _Mail, future: "Future[None]", first: int) -> None:

@@ -3,7 +3,7 @@
 A source is called once per step (again, if the loop refills) and can be saved and resumed at every such boundary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Protocol, runtime_checkable
 
@@ -32,6 +32,8 @@ class OnPolicy:
 
     The running position in the task's training split numbers the groups: it is never reused, whatever the epoch. Random
     numbers follow from (seed, step, group, sample, turn). limits.max_context is cut to the policy's context.
+    answer(rollout) is what a rollout answered (None: nothing); it fills the grouping "answer", which
+    reco(typical="empirical") counts.
     Raises UserError at once for options that training cannot use: top_p < 1, top_k > 0, temperature 0 (the sampled
     tokens would not come from the distribution whose log-probabilities are trained), or an empty training split.
     """
@@ -47,6 +49,7 @@ class OnPolicy:
         sampling: Sampling,
         seed: int = 0,
         limits: Limits | None = None,
+        answer: Callable[[Rollout], Hashable] | None = None,
     ) -> None:
         check_training(sampling)
         for name, value in (("groups_per_step", groups_per_step), ("group_size", group_size)):
@@ -55,7 +58,7 @@ class OnPolicy:
         task.environment("train", 0)  # raises for an empty split, before anything is loaded or trained
         self.task, self.policy, self.renderer = task, policy, renderer
         self.groups_per_step, self.group_size = groups_per_step, group_size
-        self.sampling, self.seed, self.position = sampling, seed, 0
+        self.sampling, self.seed, self.position, self.answer = sampling, seed, 0, answer
         self.limits = fit(Limits(max_turns=task.max_turns) if limits is None else limits, policy)
         self._sampler: Sampler | None = None
 
@@ -73,6 +76,7 @@ class OnPolicy:
             self.task.rubric,
             self.limits,
             version=step,
+            answer=self.answer,
         )
         self._sampler, self.position = sampler, numbers.stop
         return rollouts
