@@ -70,6 +70,13 @@ def test_a_recipe_imports_its_neighbour(tmp_path: Path):
     assert recipes_folder.load(str(tmp_path / "neighbour_of_test.py")).config is found.config
 
 
+def test_a_copy_of_a_recipe_works_anywhere(tmp_path: Path):
+    """gsm8k imports its neighbour `reasoning`, which does not lie beside the copy."""
+    path = tmp_path / "copy_of_gsm8k.py"
+    path.write_text(recipes_folder.find("gsm8k").read_text())
+    assert recipes_folder.load(str(path)).config().task == "gsm8k"
+
+
 def test_an_installed_recipe_stands_before_the_checkouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for folder in ("installed", "checkout"):
         (tmp_path / folder).mkdir()

@@ -44,8 +44,9 @@ def find(name: str) -> Path:
 def load(name: str) -> Recipe:
     """Run a recipe's file up to its definitions.
 
-    The file's folder goes first on `sys.path`, as when Python runs it, so that it can import its neighbours. Raises
-    UserError if there is no such recipe or it defines no `Config` and `main`.
+    The file's folder goes first on `sys.path`, as when Python runs it, so that it can import its neighbours; the folder
+    of the recipes goes last, so that a copy of one still finds them. Raises UserError if there is no such recipe or it
+    defines no `Config` and `main`.
     """
     path = find(name)
     module = _module(path)
@@ -64,6 +65,7 @@ def _module(path: Path) -> ModuleType:
         raise UserError(f"a module called {path.stem!r} is already loaded: rename the recipe {path}")
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
+    sys.path += [str(folder) for folder in FOLDERS if folder.is_dir() and str(folder) not in sys.path]
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None  # a path that ends in .py has a loader
     module = importlib.util.module_from_spec(spec)
