@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from postrl import papers
-from postrl.cli import run_recipe
+from postrl.cli import Options, run_recipe
 from postrl.display import Display
 from postrl.envs.base import Task
 from postrl.envs.reasoning import ReasoningTask
@@ -48,11 +48,11 @@ class Config:
     """A Hugging Face folder, a .gguf file, a model id of the hub, or smollm2."""
     method: str = "grpo"
     """A method of the shelf: see `postrl papers`."""
-    options: dict[str, bool | int | float | str] = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
     """Arguments of the method, for example `--options cap 3`."""
     task: str = "chain_sum"
     """A task of reasoning-gym."""
-    task_options: dict[str, bool | int | float | str] = field(default_factory=dict)
+    task_options: Options = field(default_factory=dict)
     """Its configuration, for example `--task-options max_terms 3`."""
     template: str = "{question}\nAnswer with the number only."
     """The user's message; {question} stands for the problem."""

@@ -166,7 +166,7 @@ def test_papers_lists_and_explains(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "reco" in capsys.readouterr().out
     assert code(["papers", "reco"]) == 0
     said = capsys.readouterr().out
-    assert "reco(" in said and "arXiv" in said
+    assert "\nreco(\n    typical: " in said and "arXiv" in said
     assert code(["papers", "--write", str(tmp_path / "PAPERS.md")]) == 0
     assert (tmp_path / "PAPERS.md").read_text() == papers_page.render()
 

@@ -34,14 +34,23 @@ $ postrl export runs/reasoning my-model: a folder that transformers loads
 Bad input ends with one sentence and exit code 2; an interrupt with 130."""
 
 # Positional arguments by the names they have in the help.
-Recipe = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
+RECIPES = ", ".join(sorted(recipes_folder.recipes()))
+Recipe = Annotated[
+    str,
+    tyro.conf.Positional,
+    tyro.conf.arg(
+        metavar="RECIPE",
+        help=f"Name of a recipe ({RECIPES}), or path of a Python file with a dataclass `Config` and `main(config)`.",
+    ),
+]
 Model = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
 Name = Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
 Runs = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN …]")]
 Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
 Which = Annotated[Literal["best", "last"] | int, tyro.conf.arg(metavar="best|last|STEP")]
-Options = Annotated[dict[str, Option] | None, tyro.conf.arg(metavar="NAME VALUE …")]
+Options = Annotated[dict[str, Option], tyro.conf.arg(metavar="NAME VALUE …")]
+OptionsOrNone = Annotated[dict[str, Option] | None, tyro.conf.arg(metavar="NAME VALUE …")]
 
 
 def run_recipe(config: type[C], main: Callable[[C], object]) -> None:
@@ -106,11 +115,7 @@ def run_named(name: str, options: Sequence[str]) -> None:
 
 
 def train(recipe: Recipe) -> None:
-    """Train by a recipe. `postrl train RECIPE --help` shows that recipe's options.
-
-    Args:
-        recipe: Name of a recipe, or path of a Python file that defines a dataclass `Config` and `main(config)`.
-    """
+    """Train by a recipe. `postrl train RECIPE --help` shows that recipe's options."""
     run_named(recipe, [])
 
 
@@ -120,7 +125,7 @@ def measure(
     k: str = "1,4,16",
     n: int | None = None,
     items: int = 64,
-    options: Options = None,
+    options: OptionsOrNone = None,
     template: str | None = None,
     extract: Literal["last_number", "tagged", "boxed", "after_answer", "whole_text"] = "last_number",
     split: Literal["test", "train"] = "test",
@@ -140,11 +145,11 @@ def measure(
         k: The k of pass@k, separated by commas.
         n: Answers per problem; by default the largest k.
         items: Problems.
-        options: Options of the task, for example `--options max_terms 3 max_digits 1`. That of gsm8k is `source`, a
-            JSONL file or a data set of the hub; those of copy are `length` and `alphabet`. By default those that a run
-            was trained with, if it was trained on this task.
-        template: The user's message, in which {question} stands for the problem; by default the one that a run was
-            trained with, else the problem alone.
+        options: Options of the task, for example `--options max_terms 3 max_digits 1`.
+            gsm8k has `source` (a JSONL file or a data set of the hub), copy has `length` and `alphabet`.
+            By default those that a run was trained with, if it was trained on this task.
+        template: The user's message, in which {question} stands for the problem.
+            By default the one that a run was trained with, else the problem alone.
         extract: How the answer is taken out of a completion.
         split: Held-out problems, or those to train on.
         temperature: Of sampling; 0 is greedy.
@@ -274,7 +279,9 @@ def papers(name: Name = None, write: Path | None = None) -> None:
             raise UserError(f"no paper {name!r} on the shelf; there are: {', '.join(shelf)}")
         print(inspect.getdoc(shelf[name]))
         if name in room.methods():
-            print(f"\n{name}{inspect.signature(room.methods()[name])}\n\n{inspect.getdoc(room.methods()[name])}")
+            constructor = room.methods()[name]
+            arguments = "".join(f"    {each},\n" for each in inspect.signature(constructor).parameters.values())
+            print(f"\n{name}(\n{arguments})\n\n{inspect.getdoc(constructor)}")
     elif write is not None:
         from postrl import papers_page
 

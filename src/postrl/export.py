@@ -63,7 +63,7 @@ def load_run(run: Path, which: Which = "last") -> tuple[Policy, Renderer]:
     path = find_checkpoint(run, which)
     told = configuration(run)
     if not isinstance(told.get("model"), str):
-        raise UserError(f"{run / 'run.json'} names no model, so there is nothing to load its checkpoint into")
+        raise UserError(f"{run / 'run.json'} names no model: only a language model's run can be evaluated or exported")
     rank = told.get("lora_rank", 0)
     if not isinstance(rank, int) or rank < 0:
         raise UserError(f"{run / 'run.json'} is damaged: lora_rank is {rank!r}")

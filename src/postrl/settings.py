@@ -35,10 +35,11 @@ class Settings:
     token_budget: int = 4096
     """Tokens per forward and backward pass; lower it if memory runs out. It does not change the update."""
     importance_cap: float | None = 2.0
-    """Cap of π_train/π_sampler, multiplied onto each token's advantage; None switches the correction off. The factor is 1
-    to rounding in float32; in bfloat16 it makes A vary within an answer, also for GSPO and GMPO."""
+    """Cap of π_train/π_sampler, multiplied onto each token's advantage; None switches the correction off.
+    It is 1 but for rounding in float32; in bfloat16 it makes A vary within an answer, also for GSPO and GMPO."""
     kl_coef: float = 0.0
-    """Weight of a KL penalty (k3, mean over tokens, whatever the method's own mean) to `reference`."""
+    """Weight of a KL penalty to the reference, in recipes the untrained model.
+    It is k3, mean over tokens, whatever the method's own mean."""
     refill: int = 0
     """How many further rollout batches a step may draw to replace units the method does not keep."""
     checkpoint_every: int = 10
