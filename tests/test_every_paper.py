@@ -1,6 +1,8 @@
 """Every law over every method of the shelf, found by looking at the folder; and that each law can fail."""
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 import laws
 import reference
 from laws import UnneededExemption, hold
+from postrl import papers
 from postrl.advantages import total_reward
 from postrl.batch import Batch, spread
 from postrl.errors import UserError
@@ -70,6 +73,18 @@ def test_file(name: str):
         assert set(built.exempt) <= set(laws.LAWS), "exempt from a law that does not exist"
     else:
         assert module.NO_METHOD
+
+
+@pytest.mark.parametrize(("text", "lacks"), [("def unfinished(): ...", "PAPER"), ("PAPER = 1", "unfinished")])
+def test_a_file_that_lacks_a_part_is_named(text: str, lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "unfinished.py").write_text(text)
+    monkeypatch.setattr(papers, "__path__", [str(tmp_path)])
+    try:
+        with pytest.raises(UserError, match=rf"unfinished\.py defines no {lacks}"):
+            papers.methods()
+    finally:
+        del sys.modules["postrl.papers.unfinished"]
+        del papers.unfinished  # import_module has set it
 
 
 def test_unknown_method_or_option_is_named():

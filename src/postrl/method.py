@@ -56,7 +56,8 @@ class Method:
     observe: mini-batch and current log-probabilities -> [B, T], a no-grad pass before each update, delivered as
         `batch.observed`; only for methods that need whole-update statistics.
     atom: the smallest thing a micro-batch may not cut.
-    needs: optional fields of `Batch` or parts of `Forward` ("entropy", "values") that must be there.
+    needs: optional fields of `Batch` or parts of `Forward` ("entropy", "values") that must be there; and "logp_old" if
+        `advantage` or a weight reads it. A loss may always read it.
     exempt: law -> reason, for the laws of the shelf this method breaks on purpose.
     """
 

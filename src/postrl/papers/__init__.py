@@ -15,8 +15,13 @@ from postrl.method import Method
 
 
 def shelf() -> dict[str, ModuleType]:
-    """Every paper's module by stem, found by looking at the folder."""
-    return {m.name: importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)}
+    """Every paper's module by stem, found by looking at the folder. Raises UserError for a file that lacks a part."""
+    found = {m.name: importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)}
+    for name, module in found.items():
+        for part in ("PAPER",) if "NO_METHOD" in vars(module) else ("PAPER", name):
+            if part not in vars(module):
+                raise UserError(f"{module.__file__} defines no {part}; CONTRIBUTING.md says what a paper's file holds")
+    return found
 
 
 def methods() -> dict[str, Callable[..., Method]]:
