@@ -12,6 +12,7 @@ import pytest
 from builders import rollout
 from postrl.batch import Stop
 from postrl.errors import UserError
+from postrl.rewards.foreign import background_loop
 from postrl.rewards.rubric import Reward, RewardError, Rubric, score
 
 
@@ -163,3 +164,28 @@ def test_two_components_of_one_name_and_an_empty_rubric_are_refused():
         Rubric((Reward("x", lambda r: 0.0), Reward("y", lambda r: 0.0), Reward("x", lambda r: 0.0)))
     with pytest.raises(UserError, match="empty"):
         Rubric(())
+
+
+def leaves(r):
+    raise SystemExit(3)
+
+
+async def leaves_later(r):
+    await asyncio.sleep(0)
+    raise SystemExit(3)
+
+
+def interrupts(r):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("fn", [leaves, leaves_later, interrupts])
+def test_a_reward_that_would_end_the_process_stops_the_run_like_any_other_error(fn):
+    """Through the background loop, as in a run: SystemExit in one of its tasks would end it, and the run would hang."""
+
+    async def attempt():
+        await score(Rubric((Reward("format", fn),)), [rollout(0)])
+
+    future = asyncio.run_coroutine_threadsafe(attempt(), background_loop())
+    with pytest.raises(RewardError, match="'format' raised RuntimeError"):
+        future.result(timeout=10)

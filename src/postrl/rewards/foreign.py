@@ -35,7 +35,8 @@ async def call(fn: Callable[[X], Any], argument: X, timeout: float, slots: async
     """`fn(argument)`, awaited if that is what it wants; a plain function runs in a thread.
 
     timeout: seconds from the moment the call gets one of the `slots`. Raises TimedOut when they run out, and whatever
-    `fn` raises. A thread cannot be stopped: after a time-out it ends by itself, and its answer is not used.
+    `fn` raises; RuntimeError for an attempt to end the process, such as sys.exit(). A thread cannot be stopped: after a
+    time-out it ends by itself, and its answer is not used.
     """
     async with slots:
         clock = asyncio.timeout(timeout)
@@ -43,6 +44,9 @@ async def call(fn: Callable[[X], Any], argument: X, timeout: float, slots: async
             async with clock:
                 value = fn(argument) if inspect.iscoroutinefunction(fn) else await _in_thread(fn, argument)
                 return await value if inspect.isawaitable(value) else value
+        except (SystemExit, KeyboardInterrupt) as error:
+            # An event loop that meets one of these ends, and whoever waits for it would wait for ever.
+            raise RuntimeError(f"{type(error).__name__} in foreign code") from error
         except TimeoutError as error:
             if clock.expired():
                 raise TimedOut from error
