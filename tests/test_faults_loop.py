@@ -171,8 +171,25 @@ def test_a_finished_run_resumed_does_nothing(whole: Path, tmp_path: Path):
     source = Copying(policy)
     result = run(tmp_path, policy=policy, source=source, **OPTIONS, resume=True)
     assert result.status == "finished" and source.calls == []
-    assert run(tmp_path, **(OPTIONS | {"steps": 3}), resume=True).status == "finished", "fewer steps than were done"
     assert_same_run(whole, tmp_path)
+
+
+def test_fewer_steps_than_were_done_do_nothing(constant: Path, tmp_path: Path):
+    run(tmp_path, **CONSTANT)
+    assert run(tmp_path, **(CONSTANT | {"steps": 3}), resume=True).status == "finished"
+    assert_same_run(constant, tmp_path)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize("steps", [2, 8])
+def test_a_schedule_that_ends_is_not_stretched_on_resume(schedule: str, steps: int, tmp_path: Path):
+    options = {"steps": 4, "schedule": schedule}
+    run(tmp_path, **options)
+    before = figures(tmp_path)
+    with pytest.raises(UserError, match=f"was run with steps=4, not {steps}, and option schedule='{schedule}'"):
+        run(tmp_path, **(options | {"steps": steps}), resume=True)
+    assert figures(tmp_path) == before
+    assert run(tmp_path, **options, resume=True).status == "finished"
 
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path):

@@ -24,6 +24,7 @@ from postrl.display import Display
 from postrl.enrich import forward_all, reference_logp
 from postrl.errors import UserError
 from postrl.evaluate import Evaluation
+from postrl.files import read_json
 from postrl.interrupt import Interrupt, memory_guard
 from postrl.method import Method
 from postrl.optimise import Seen, Trainer, update
@@ -71,9 +72,10 @@ def train(
 
     source(step) gives the rollouts of a step: on-policy collection or a dataset. reference is a frozen policy for
     `kl_coef`. evaluate() measures the policy; `before` is its answer for the untrained policy if that is known already.
-    The first k of its pass@k decides which checkpoint is the best. states join the checkpoint. parameters(policy)
-    gives the optimiser's parameter groups, by default everything that requires a gradient. describe goes into
-    `run.json`.
+    The first k of its pass@k decides which checkpoint is the best; chosen on the evaluation's own problems, that one's
+    score is the best of several and too high as an estimate: measure it again on other problems. states join the
+    checkpoint. parameters(policy) gives the optimiser's parameter groups, by default everything that requires a
+    gradient. describe goes into `run.json`.
     SIGINT and SIGTERM finish the step, save, and return status "interrupted".
 
     Raises UserError for options that cannot be right, a folder that holds another run, a damaged checkpoint, a full
@@ -87,6 +89,7 @@ def train(
         raise UserError(f"this loop runs in one process, but {accelerator.num_processes} were launched: start it alone")
     configuration = {**(describe or {}), "method": method.name, **asdict(settings)}
     open_run(folder, configuration, resume, FREE)
+    _check_steps(folder, settings)
     torch.manual_seed(settings.seed)
     policy.eval()  # only an update's own passes have dropout
     prepared = accelerator.prepare_model(policy)  # on its device before the optimiser's moments are
@@ -135,6 +138,18 @@ def _with_reference(method: Method, settings: Settings, reference: nn.Module | N
     if settings.kl_coef == 0:
         return method
     return method.plus(reference_kl(settings.kl_coef), needs=frozenset({"logp_ref"}))
+
+
+def _check_steps(folder: Path, settings: Settings) -> None:
+    """Such a schedule ends at `steps`: with others, the rates of the steps already done would have been others."""
+    if settings.schedule == "constant":
+        return
+    old = read_json(folder / "run.json", "a run")["configuration"]["steps"]
+    if old != settings.steps:
+        raise UserError(
+            f"{folder} was run with steps={old}, not {settings.steps}, and option schedule={settings.schedule!r} ends "
+            "with the last step: resume with the same steps, or start a new run (schedule='constant' can go on longer)"
+        )
 
 
 def _check_trackers(trackers: Sequence[str]) -> None:
