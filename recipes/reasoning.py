@@ -105,6 +105,7 @@ def main(config: Config, task: Task | None = None, before: Evaluation | None = N
         group_size=config.group_size,
         sampling=sampling(config),
         seed=config.train.seed,
+        answer=lambda rollout: EXTRACTIONS[config.extract](rollout.completion),
     )
     reference = load_policy(config.model)[0] if config.train.kl_coef else None
     describe = asdict(config)
@@ -153,6 +154,7 @@ def measure(config: Config, policy: Policy, renderer: Renderer, task: Task) -> E
         ks=m.ks,
         sampling=sampling(config),
         seed=config.train.seed,
+        answer=lambda rollout: EXTRACTIONS[config.extract](rollout.completion) or "none",
     )
 
 

@@ -206,6 +206,15 @@ def test_keep_reads_the_raw_component_while_the_shaped_reward_varies(tmp_path: P
     assert got["groups/shaped_only"] == 0.0
 
 
+def test_warned_after_some_steps_that_keep_nothing(tmp_path: Path):
+    """The shaped reward varies, so only the method says that there is nothing to learn from."""
+    policy = letters_policy()
+    display, text = quiet()
+    source = Copying(policy, score=by_number("wr"))
+    run(tmp_path, keeping(), policy, source, steps=3, warn_constant=2, rest={"display": display})
+    assert text.getvalue().count("the method kept none") == 1
+
+
 def test_refill_is_bounded_and_counted(tmp_path: Path):
     policy = letters_policy()
     source = Copying(policy, score=by_number("mwwwww"))

@@ -316,11 +316,12 @@ class Loop:
         self.metrics.write({"step": step, **metrics})
         self.accelerator.log(metrics, step=step)
         self.display.step(step, metrics)
-        constant = progress.constant + 1 if metrics.get("groups/constant") == 1 else 0
+        idle = metrics.get("groups/constant") == 1 or metrics.get("units/kept") == 0
+        constant = progress.constant + 1 if idle else 0
         if constant and constant % self.settings.warn_constant == 0:
             self.display.say(
-                f"no group had any variance in reward for {constant} steps, so nothing is learnt: "
-                "choose problems the policy solves sometimes, or raise group_size"
+                f"for {constant} steps no group had any variance in reward, or the method kept none, so nothing is "
+                "learnt: choose problems the policy solves sometimes, or raise group_size or refill"
             )
         return replace(progress, step=step, update=progress.update + planned, constant=constant)
 
