@@ -63,7 +63,7 @@ def test_none_is_missing():
     ]
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float32("nan"), "1", [1.0], 1j])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float32("nan"), "1", [1.0], 1j, 1e39, 10**400])
 def test_what_is_no_finite_number_stops_the_run(value):
     for reward in (Reward("x", lambda r: value), Reward("x", lambda g: [0.0, value], per="group")):
         with pytest.raises(RewardError, match=r"reward 'x' returned .* on item 'item4'"):
@@ -189,3 +189,10 @@ def test_a_reward_that_would_end_the_process_stops_the_run_like_any_other_error(
     future = asyncio.run_coroutine_threadsafe(attempt(), background_loop())
     with pytest.raises(RewardError, match="'format' raised RuntimeError"):
         future.result(timeout=10)
+
+
+@pytest.mark.parametrize("option", [{"weight": math.nan}, {"weight": math.inf}, {"timeout": 0}, {"timeout": math.nan}])
+def test_impossible_weight_or_timeout_is_refused(option):
+    """A weight of NaN would turn every score into a missing one, and a timeout of 0 too."""
+    with pytest.raises(UserError, match=f"reward 'x' has the {next(iter(option))} "):
+        Reward("x", lambda r: 1.0, **option)

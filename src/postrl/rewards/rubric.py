@@ -21,6 +21,7 @@ Score = float | None  # None = missing: the unit leaves every statistic
 RolloutReward = Callable[[Rollout], Score | Awaitable[Score]]
 GroupReward = Callable[[Sequence[Rollout]], Sequence[Score] | Awaitable[Sequence[Score]]]
 
+FLOAT32 = float(np.finfo(np.float32).max)  # the largest score a batch can hold
 CALLS = 64  # reward functions and worlds at work at the same time, unless a caller says otherwise
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,12 @@ class Reward:
     weight: float = 1.0
     per: Literal["rollout", "group"] = "rollout"
     timeout: float = 60.0  # seconds; running out of them is a missing score
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.weight):
+            raise UserError(f"reward {self.name!r} has the weight {self.weight}; give a finite one, 0 to only log it")
+        if not self.timeout > 0:
+            raise UserError(f"reward {self.name!r} has the timeout {self.timeout}; give seconds above 0")
 
 
 @dataclass(frozen=True)
@@ -131,6 +138,6 @@ def _checked(value: object, component: str, item: str) -> Score:
         return None
     if not isinstance(value, numbers.Real | np.bool_):  # numpy's other scalars and bool are real numbers
         raise RewardError(component, item, f"returned {value!r:.80}, which is no number,")
-    if not math.isfinite(float(value)):
-        raise RewardError(component, item, f"returned {float(value)}")
+    if not abs(value) <= FLOAT32:  # NaN too
+        raise RewardError(component, item, f"returned {value!s:.80}")
     return float(value)
