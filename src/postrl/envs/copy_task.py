@@ -3,6 +3,7 @@
 from itertools import product
 
 from postrl.envs.single_turn import Problem, Problems
+from postrl.errors import UserError
 from postrl.rewards.rubric import Reward, Rubric
 from postrl.rollout import Rollout
 
@@ -26,6 +27,8 @@ def copy_task(
     shaped: train on the share of right positions (`overlap`), else on the whole string being right (`correct`); the
     other component is logged. test_share may be 0 where nothing needs to be held out.
     """
+    if length < 1:
+        raise UserError(f"option length={length} of task 'copy' must be a whole number above 0")
     strings = ["".join(letters) for letters in product(alphabet, repeat=length)]
     rewards = (Reward("correct", correct, weight=1.0 - shaped), Reward("overlap", overlap, weight=float(shaped)))
     problems = [Problem(text, {"answer": text}) for text in strings]
