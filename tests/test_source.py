@@ -127,6 +127,8 @@ def test_a_damaged_position_is_refused():
 def test_training_refuses_what_changes_the_distribution(sampling, option):
     with pytest.raises(UserError, match=f"{option} is for evaluation only"):
         on_policy(sampling=sampling)
+    with pytest.raises(UserError, match="max_tokens is 0"):
+        on_policy(sampling=Sampling(max_tokens=0))
 
 
 def test_bad_options_are_named():

@@ -151,6 +151,8 @@ class Dataset:
 
 def check_training(sampling: Sampling) -> None:
     """Raises UserError naming the option of `sampling` that training cannot use."""
+    if sampling.max_tokens < 1:
+        raise UserError(f"max_tokens is {sampling.max_tokens}; training needs answers of at least 1 token")
     for name, value, fine in (
         ("top_p", sampling.top_p, sampling.top_p >= 1),
         ("top_k", sampling.top_k, sampling.top_k == 0),

@@ -1,5 +1,6 @@
 """The seams of a policy: how the trainer reads it, and how anything samples from it."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from postrl.batch import Batch, Stop
+from postrl.errors import UserError
 from postrl.method import Forward
 from postrl.rollout import Message
 
@@ -16,13 +18,25 @@ Key = tuple[int, ...]  # (seed, step, group, sample[, turn]): what the random nu
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample. top_p < 1, top_k > 0 and temperature 0 (greedy) are for evaluation only; training refuses them."""
+    """How to sample. top_p < 1, top_k > 0 and temperature 0 (greedy) are for evaluation only; training refuses them.
+
+    Raises UserError naming the option that cannot be right."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0 = all
     max_tokens: int = 64
     stop: frozenset[int] = frozenset()  # any of these ends a completion, and is part of it
+
+    def __post_init__(self) -> None:
+        for name, value, fine, what in (
+            ("temperature", self.temperature, 0 <= self.temperature < math.inf, "a number of at least 0"),
+            ("top_p", self.top_p, 0 <= self.top_p <= 1, "between 0 and 1"),
+            ("top_k", self.top_k, self.top_k >= 0, "at least 0; 0 means all"),
+            ("max_tokens", self.max_tokens, self.max_tokens >= 0, "at least 0"),
+        ):
+            if not fine:
+                raise UserError(f"option {name}={value} of sampling must be {what}")
 
 
 @dataclass(frozen=True)
