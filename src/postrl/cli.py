@@ -127,11 +127,11 @@ def measure(
     items: int = 64,
     options: OptionsOrNone = None,
     template: str | None = None,
-    extract: Literal["last_number", "tagged", "boxed", "after_answer", "whole_text"] = "last_number",
+    extract: Literal["last_number", "tagged", "boxed", "after_answer", "whole_text"] | None = None,
     split: Literal["test", "train"] = "test",
-    temperature: float = 1.0,
+    temperature: float | None = None,
     top_p: float = 1.0,
-    max_tokens: int = 128,
+    max_tokens: int | None = None,
     seed: int = 0,
     checkpoint: Which = "last",
     threads: int = 2,
@@ -150,11 +150,11 @@ def measure(
             By default those that a run was trained with, if it was trained on this task.
         template: The user's message, in which {question} stands for the problem.
             By default the one that a run was trained with, else the problem alone.
-        extract: How the answer is taken out of a completion.
+        extract: How the answer is taken out of a completion. By default as in the run, else last_number.
         split: Held-out problems, or those to train on.
-        temperature: Of sampling; 0 is greedy.
+        temperature: Of sampling; 0 is greedy. By default the run's, else 1.
         top_p: Sample from the likeliest tokens that hold this share.
-        max_tokens: Longest answer.
+        max_tokens: Longest answer. By default the run's, else 128.
         seed: Decides the sampled answers, and which problems come first.
         checkpoint: Of a run: best, last, or a step.
         threads: Processor threads.
@@ -167,15 +167,19 @@ def measure(
     from postrl.files import write_json
     from postrl.policies.base import Sampling
     from postrl.policies.loading import load_policy
+    from postrl.rewards.exact import EXTRACTIONS
 
     ks = _numbers(k)
     run = Path(model) if is_run(Path(model)) else None
     trained = configuration(run) if run else {}
-    if template is None:
-        template = str(trained.get("template", "{question}"))
     if options is None and trained.get("task") == task:
         options = dict(trained.get("task_options", {}))
-    supply = make_task(task, options or {}, template, extract, seed)
+    # What was not said is as in the run, so that the figures can be compared with its own.
+    said = {"template": template, "extract": extract, "temperature": temperature, "max_tokens": max_tokens}
+    unsaid = {"template": "{question}", "extract": "last_number", "temperature": 1.0, "max_tokens": 128}
+    how = unsaid | {name: trained[name] for name in unsaid if name in trained}
+    how |= {name: value for name, value in said.items() if value is not None}
+    supply = make_task(task, options or {}, how["template"], how["extract"], seed)
     torch.set_num_threads(threads)
     policy, renderer = load_run(run, checkpoint) if run else load_policy(model)
     found = evaluate(
@@ -185,9 +189,10 @@ def measure(
         items=items,
         n=max(ks) if n is None else n,
         ks=ks,
-        sampling=Sampling(temperature=temperature, top_p=top_p, max_tokens=max_tokens),
+        sampling=Sampling(temperature=how["temperature"], top_p=top_p, max_tokens=how["max_tokens"]),
         seed=seed,
         split=split,
+        answer=lambda rollout: EXTRACTIONS[how["extract"]](rollout.completion) or "none",
     )
     _show(model, found)
     if json is not None:
