@@ -9,10 +9,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from postrl import checkpoint
+from postrl import checkpoint, cli, evaluate
 from postrl.checkpoint import Progress
+from postrl.envs.base import Task
 from postrl.errors import UserError
 from postrl.export import export, find_checkpoint, load_run
+from postrl.policies.base import Sampling
 from postrl.policies.loading import load_policy
 from postrl.policies.lora import LoRA
 from tiny_models import save_model, tiny_model, tiny_tokenizer
@@ -162,3 +164,28 @@ def test_nothing_is_overwritten(tmp_path: Path, model: Path):
     with pytest.raises(UserError, match="already holds something"):
         export(run, tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
+
+
+def test_eval_of_a_run_samples_as_the_run_did(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch):
+    """Otherwise its figures could not be compared with the run's own evaluation."""
+    run = make_run(tmp_path / "run", model, grow)
+    told = {
+        "task": "copy",
+        "task_options": {"length": 1},
+        "temperature": 0.5,
+        "max_tokens": 7,
+        "template": "{question}!",
+    }
+    configuration = json.loads((run / "run.json").read_text())["configuration"] | told
+    (run / "run.json").write_text(json.dumps({"configuration": configuration}))
+    asked = []
+
+    def instead(policy: object, renderer: object, task: Task, *, sampling: Sampling, **rest: object) -> None:
+        asked.append((sampling.temperature, sampling.max_tokens, task.name))
+        raise UserError("seen")
+
+    monkeypatch.setattr(evaluate, "evaluate", instead)
+    for options in ([], ["--max-tokens", "9"]):
+        with pytest.raises(SystemExit):
+            cli.main(["eval", str(run), "--task", "copy", "--k", "1", "--threads", "1", *options])
+    assert asked == [(0.5, 7, "copy 1 of abcd"), (0.5, 9, "copy 1 of abcd")]
