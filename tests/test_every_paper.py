@@ -169,3 +169,37 @@ def test_micro_batches_that_cut_an_answer_do_break_gspo():
 def test_float32_rounding_of_a_per_pass_mean_is_seen():
     with pytest.raises(AssertionError):
         hold("split", BROKEN["split"], dtype=torch.float32, examples=100)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("reco", {"cap": "banana"}),
+        ("reco", {"typical": "geometrical"}),  # else taken for another choice
+        ("reco", {"rescale": "False"}),  # else true
+        ("grpo", {"low": float("nan")}),
+        ("grpo", {"low": "0.2"}),
+        ("grpo", {"ddof": 1.5}),
+        ("grpo", {"ddof": True}),
+        ("grpo", {"dual": "none"}),
+        ("grpo", {"missing": "drop"}),
+        ("dapo", {"max_length": "long"}),
+        ("dapo", {"correct": 3}),
+    ],
+)
+def test_option_of_another_type_is_named(name: str, options: dict[str, object]):
+    [(option, value)] = options.items()
+    with pytest.raises(UserError, match=f"option {option}={value!r} of method '{name}' must be "):
+        method(name, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("grpo", {"low": 1, "dual": None}),
+        ("reco", {"rescale": False, "typical": "sequence"}),
+        ("dapo", {"correct": None}),
+    ],
+)
+def test_option_of_its_type_is_taken(name: str, options: dict[str, object]):
+    assert method(name, **options).name == name

@@ -6,9 +6,11 @@ A module holds `PAPER` and, if the paper is a policy-gradient method, a construc
 
 import importlib
 import inspect
+import math
 import pkgutil
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from postrl.errors import UserError
 from postrl.method import Method
@@ -32,7 +34,8 @@ def methods() -> dict[str, Callable[..., Method]]:
 def method(name: str, **options: object) -> Method:
     """The method a paper's file constructs, for example method("reco", cap=5.0).
 
-    Raises UserError, naming the shelf or the method's options, if there is no such method or option.
+    Raises UserError, naming the shelf or the method's options, if there is no such method or option, and for a value of
+    another type than the option is annotated with, or NaN.
     """
     constructors = methods()
     if name not in constructors:
@@ -41,4 +44,22 @@ def method(name: str, **options: object) -> Method:
     wrong = [option for option in options if option not in known]
     if wrong:
         raise UserError(f"method {name!r} has no option {wrong[0]!r}; its options are: {', '.join(known) or 'none'}")
+    kinds = get_type_hints(constructors[name])
+    for option, value in options.items():
+        if not _fits(value, kinds[option]):
+            kind = kinds[option].__name__ if isinstance(kinds[option], type) else str(kinds[option])
+            raise UserError(f"option {option}={value!r} of method {name!r} must be {kind.replace('typing.', '')}")
     return constructors[name](**options)
+
+
+def _fits(value: object, kind: Any) -> bool:
+    """Whether a value is of an annotated type: a plain class, a Literal, or a union of them. NaN is of none."""
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_origin(kind) in (Union, UnionType):
+        return any(_fits(value, part) for part in get_args(kind))
+    if not isinstance(kind, type):
+        return True  # a function, say: only scripts can pass one
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    return isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
