@@ -36,6 +36,13 @@ def test_resume_without_a_run(tmp_path: Path):
         open_run(tmp_path, {}, True, FREE)
 
 
+@pytest.mark.parametrize("content", ["{}", '{"configuration": 3}'])
+def test_resume_of_a_run_without_configuration(content: str, tmp_path: Path):
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(UserError, match=r"run\.json cannot be read as a run to resume: it has no configuration"):
+        open_run(tmp_path, {}, True, FREE)
+
+
 def test_resume_with_the_same_options(tmp_path: Path):
     open_run(tmp_path, {"seed": 3, "steps": 5, "betas": (0.9, 0.95), "cap": None}, False, FREE)
     before = (tmp_path / "run.json").read_text()

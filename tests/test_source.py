@@ -120,6 +120,15 @@ def test_a_damaged_position_is_refused():
             on_policy().load_state_dict({**on_policy().state_dict(), "position": bad})
 
 
+@pytest.mark.parametrize("part", ["position", "fingerprint"])
+def test_a_state_without_a_part_is_refused(part: str):
+    for source in (on_policy(), Dataset([rollout()], 1)):
+        state = source.state_dict()
+        del state[part]
+        with pytest.raises(UserError, match="checkpoint"):
+            source.load_state_dict(state)
+
+
 @pytest.mark.parametrize(
     ("sampling", "option"),
     [(Sampling(top_p=0.9), "top_p=0.9"), (Sampling(top_k=5), "top_k=5"), (Sampling(temperature=0), "temperature=0")],

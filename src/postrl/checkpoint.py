@@ -116,6 +116,9 @@ def _read_state(path: Path, names: set[str]) -> tuple[Progress, int, dict[str, d
         progress, threads, stored = Progress(**state["progress"]), int(state["threads"]), dict(state["states"])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is no state of a postrl checkpoint ({type(error).__name__}: {error})") from error
+    whole = (progress.step, progress.update, progress.constant, progress.evaluated, threads)
+    if not all(isinstance(number, int) for number in whole) or threads < 1:
+        raise UserError(f"{path} is no state of a postrl checkpoint: {progress}, threads={threads}")
     if state.get("format") != FORMAT:
         raise UserError(f"{path} has format {state.get('format')!r}, but this version of postrl reads {FORMAT}")
     if not names <= set(stored):

@@ -33,7 +33,9 @@ def open_run(folder: Path, configuration: Mapping[str, object], resume: bool, fr
             raise UserError(f"{folder} already holds a run: add --resume to go on with it, or choose another folder")
         write_json(path, {"configuration": configuration, **_surroundings()})
         return
-    old = read_json(path, "a run to resume").get("configuration", {})
+    old = read_json(path, "a run to resume").get("configuration")
+    if not isinstance(old, dict):
+        raise UserError(f"{path} cannot be read as a run to resume: it has no configuration")
     now = json.loads(json.dumps(configuration))
     for name in sorted(set(old) | set(now)):
         if name not in free and old.get(name) != now.get(name):

@@ -86,12 +86,12 @@ class OnPolicy:
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Raises UserError if the task's problems are not those of the saved run."""
-        if state["fingerprint"] != self.task.fingerprint:
+        if state.get("fingerprint") != self.task.fingerprint:
             raise UserError(
-                f"the problems of task {self.task.name!r} are not those of the checkpoint (task {state['task']!r}); "
+                f"the problems of task {self.task.name!r} are not those of the checkpoint (task {state.get('task')!r}); "
                 "resume with the same task, options and data, or start a new run"
             )
-        self.position = _whole(state["position"])
+        self.position = _whole(state.get("position"))
 
     def _fresh_sampler(self) -> Sampler:
         # After a failed collection completions may still be under way in a sampler, so it is not used again.
@@ -138,11 +138,11 @@ class Dataset:
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Raises UserError if the rollouts are not those of the saved run."""
-        if state["fingerprint"] != self.fingerprint:
+        if state.get("fingerprint") != self.fingerprint:
             raise UserError(
                 "the data set's rollouts are not those of the checkpoint; resume with the same data or start a new run"
             )
-        self.position = _whole(state["position"])
+        self.position = _whole(state.get("position"))
 
     def _index(self, number: int) -> int:
         epoch, place = divmod(number, len(self.groups))
