@@ -138,6 +138,10 @@ def _checked(value: object, component: str, item: str) -> Score:
         return None
     if not isinstance(value, numbers.Real | np.bool_):  # numpy's other scalars and bool are real numbers
         raise RewardError(component, item, f"returned {value!r:.80}, which is no number,")
-    if not abs(value) <= FLOAT32:  # NaN too
-        raise RewardError(component, item, f"returned {value!s:.80}")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # of a whole number
+        number = math.inf
+    if not abs(number) <= FLOAT32:  # NaN too
+        raise RewardError(component, item, f"returned {number}")
+    return number
