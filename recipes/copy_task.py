@@ -41,6 +41,7 @@ def main(config: Config) -> Result:
 
     A table knows nothing about strings it has not met, so evaluation runs on the training strings.
     """
+    config.train.check()
     renderer = Characters(config.alphabet)
     task = copy_task(config.length, config.alphabet, test_share=0.0, seed=config.train.seed)
     # One row of the table per context, so that every position of every string is learnt by itself.

@@ -11,10 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from postrl import papers
-from postrl.cli import Options, run_recipe
+from postrl.cli import Options, run_recipe, use_threads
 from postrl.display import Display
 from postrl.envs.base import Task
 from postrl.envs.reasoning import ReasoningTask
@@ -92,7 +90,8 @@ def make_task(config: Config) -> Task:
 
 def main(config: Config, task: Task | None = None, before: Evaluation | None = None, title: str = "") -> Result:
     """One run. `before` is the evaluation of the untrained model, if it is known already."""
-    torch.set_num_threads(config.threads)
+    config.train.check()
+    use_threads(config.threads)
     method = make_method(config.method, config.options, config.max_tokens)
     task = make_task(config) if task is None else task
     lora = LoRA(rank=config.lora_rank, alpha=2.0 * config.lora_rank) if config.lora_rank else None

@@ -127,6 +127,9 @@ def test_unknown_names_are_named(tmp_path: Path, capsys: pytest.CaptureFixture):
         (["smollm2", "--task", "gsm8k", "--options", "source", "no/such.jsonl"], "no/such.jsonl"),
         (["smollm2", "--task", "copy", "--k", "1,two"], "--k '1,two'"),
         (["smollm2", "--task", "copy", "--k", "0"], "--k '0'"),
+        (["smollm2", "--task", "copy", "--seed", "-1"], "seed=-1"),
+        (["smollm2", "--task", "copy", "--threads", "0"], "threads=0"),
+        (["smollm2", "--task", "chain_sum", "--template", "Count to ten."], "{question}"),
     ],
 )
 def test_eval_refuses_what_it_cannot_do(arguments: list[str], said: str, capsys: pytest.CaptureFixture):

@@ -93,6 +93,17 @@ def test_an_unknown_recipe_lists_those_there_are(name: str):
     assert repr(name) in str(raised.value)
 
 
+@pytest.mark.parametrize("name", ["copy_task", "reasoning", "gsm8k"])
+def test_a_negative_seed_is_named_before_anything_is_loaded(name: str, tmp_path: Path):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"question": "1 + 1 =", "answer": "#### 2"}\n')
+    config = recipes_folder.load(name).config
+    options = {"data": str(data)} if name == "gsm8k" else {}
+    settings = dataclasses.replace(config().train, seed=-1)
+    with pytest.raises(UserError, match="option seed=-1"):
+        recipes_folder.load(name).main(config(train=settings, out=tmp_path / "run", **options))
+
+
 def test_a_file_that_is_no_recipe_is_named(tmp_path: Path):
     path = tmp_path / "half_a_recipe.py"
     path.write_text("class Config: pass\n")

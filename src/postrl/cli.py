@@ -160,8 +160,6 @@ def measure(
         threads: Processor threads.
         json: File for the whole evaluation as JSON.
     """
-    import torch
-
     from postrl.evaluate import evaluate
     from postrl.export import configuration, is_run, load_run
     from postrl.files import write_json
@@ -170,6 +168,8 @@ def measure(
     from postrl.rewards.exact import EXTRACTIONS
 
     ks = _numbers(k)
+    if seed < 0:
+        raise UserError(f"option seed={seed} must be at least 0")
     run = Path(model) if is_run(Path(model)) else None
     trained = configuration(run) if run else {}
     if options is None and trained.get("task") == task:
@@ -180,7 +180,7 @@ def measure(
     how = unsaid | {name: trained[name] for name in unsaid if name in trained}
     how |= {name: value for name, value in said.items() if value is not None}
     supply = make_task(task, options or {}, how["template"], how["extract"], seed)
-    torch.set_num_threads(threads)
+    use_threads(threads)
     policy, renderer = load_run(run, checkpoint) if run else load_policy(model)
     found = evaluate(
         policy,
@@ -197,6 +197,15 @@ def measure(
     _show(model, found)
     if json is not None:
         write_json(json, found.to_json())
+
+
+def use_threads(threads: int) -> None:
+    """Processor threads of torch. Raises UserError for fewer than 1."""
+    import torch
+
+    if threads < 1:
+        raise UserError(f"option threads={threads} must be at least 1")
+    torch.set_num_threads(threads)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

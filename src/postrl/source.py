@@ -88,8 +88,8 @@ class OnPolicy:
         """Raises UserError if the task's problems are not those of the saved run."""
         if state.get("fingerprint") != self.task.fingerprint:
             raise UserError(
-                f"the problems of task {self.task.name!r} are not those of the checkpoint (task {state.get('task')!r}); "
-                "resume with the same task, options and data, or start a new run"
+                f"the problems of task {self.task.name!r} are not those of the checkpoint (task {state.get('task')!r}"
+                "); resume with the same task, options and data, or start a new run"
             )
         self.position = _whole(state.get("position"))
 

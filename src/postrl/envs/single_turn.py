@@ -36,7 +36,12 @@ class SingleTurn:
 
 
 def ask(question: str, template: str = "{question}", system: str | None = None) -> tuple[Message, ...]:
-    """The opening messages: the question in its template, after a system message if there is one."""
+    """The opening messages: the question in its template, after a system message if there is one.
+
+    Raises UserError for a template without "{question}": every problem would read the same.
+    """
+    if "{question}" not in template:
+        raise UserError(f"option template={template!r} must contain {{question}}, which stands for the problem")
     user = {"role": "user", "content": template.replace("{question}", question)}
     return (user,) if system is None else ({"role": "system", "content": system}, user)
 
