@@ -9,7 +9,7 @@ import inspect
 import math
 import pkgutil
 from collections.abc import Callable
-from types import ModuleType, UnionType
+from types import ModuleType, NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from postrl.errors import UserError
@@ -47,9 +47,17 @@ def method(name: str, **options: object) -> Method:
     kinds = get_type_hints(constructors[name])
     for option, value in options.items():
         if not _fits(value, kinds[option]):
-            kind = kinds[option].__name__ if isinstance(kinds[option], type) else str(kinds[option])
-            raise UserError(f"option {option}={value!r} of method {name!r} must be {kind.replace('typing.', '')}")
+            raise UserError(f"option {option}={value!r} of method {name!r} must be {_said(kinds[option])}")
     return constructors[name](**options)
+
+
+def _said(kind: Any) -> str:
+    words = {float: "a number", int: "a whole number", bool: "True or False", str: "a text", NoneType: "None"}
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(map(_said, get_args(kind)))
+    return words.get(kind, str(kind))
 
 
 def _fits(value: object, kind: Any) -> bool:
