@@ -198,6 +198,10 @@ def test_a_prompt_that_raises_names_the_item():
 def test_an_answer_of_the_world_that_is_no_step():
     with pytest.raises(WorldError, match="'item' answered 'done'; step\\(\\) must return a Step"):
         run(Scripted(lambda context, key: "a"), [World(lambda text: "done")])
+    words = Step()
+    object.__setattr__(words, "reward", "1")  # past the type checker of the tests, as a user's script would be
+    with pytest.raises(WorldError, match="step reward '1'"):
+        run(Scripted(lambda context, key: "a"), [World(lambda text: words)])
     with pytest.raises(WorldError, match="step reward nan"):
         run(Scripted(lambda context, key: "a"), [World(lambda text: Step(reward=math.nan))])
 

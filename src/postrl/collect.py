@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import math
+import numbers
 import queue
 import traceback
 from collections.abc import Callable, Hashable, Sequence
@@ -278,8 +279,8 @@ async def _step(episode: _Episode, text: str, timeout: float, slots: asyncio.Sem
         raise _broken(rollout.item, "step", error) from error
     if not isinstance(step, Step):
         raise WorldError(f"the environment of item {rollout.item!r} answered {step!r:.80}; step() must return a Step")
-    if step.reward is not None and not math.isfinite(step.reward):
-        raise WorldError(f"the environment of item {rollout.item!r} gave the step reward {step.reward}; repair it")
+    if step.reward is not None and not (isinstance(step.reward, numbers.Real) and math.isfinite(step.reward)):
+        raise WorldError(f"the environment of item {rollout.item!r} gave the step reward {step.reward!r}; repair it")
     rollout.step_rewards.append(math.nan if step.reward is None else float(step.reward))
     return step
 
