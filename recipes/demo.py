@@ -11,11 +11,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import reasoning
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from postrl.cli import run_recipe
+from postrl.cli import run_recipe, use_threads
 from postrl.envs.base import Task
 from postrl.evaluate import Evaluation
 from postrl.files import read_json, write_json
@@ -48,6 +47,7 @@ class Config:
 
 def main(config: Config) -> Result | None:
     """Both arms, the table and the report; the arm's `Result` if it was interrupted."""
+    config.train.check()
     base = reasoning.Config(
         model=config.model,
         task="chain_sum",
@@ -78,7 +78,7 @@ def evaluation_before(config: reasoning.Config, task: Task, path: Path, console:
     """Of the untrained model: measured once, kept in a file, shared by all arms."""
     if path.exists():
         return Evaluation.from_json(read_json(path, "an evaluation"))
-    torch.set_num_threads(config.threads)
+    use_threads(config.threads)
     console.print(f"evaluating {config.model} before training")
     policy, renderer = load_policy(config.model)
     evaluation = reasoning.measure(config, policy, renderer, task)

@@ -21,7 +21,7 @@ Score = float | None  # None = missing: the unit leaves every statistic
 RolloutReward = Callable[[Rollout], Score | Awaitable[Score]]
 GroupReward = Callable[[Sequence[Rollout]], Sequence[Score] | Awaitable[Sequence[Score]]]
 
-FLOAT32 = float(np.finfo(np.float32).max)  # the largest score a batch can hold
+LARGEST = 1e16  # of a score: the squares of a whole group still add up in float32, so that no advantage becomes 0
 CALLS = 64  # reward functions and worlds at work at the same time, unless a caller says otherwise
 log = logging.getLogger(__name__)
 
@@ -142,6 +142,6 @@ def _checked(value: object, component: str, item: str) -> Score:
         number = float(value)
     except OverflowError:  # of a whole number
         number = math.inf
-    if not abs(number) <= FLOAT32:  # NaN too
-        raise RewardError(component, item, f"returned {number}")
+    if not abs(number) <= LARGEST:  # NaN too
+        raise RewardError(component, item, f"returned {number}, beyond ±{LARGEST:g},")
     return number
