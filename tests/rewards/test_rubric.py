@@ -63,7 +63,9 @@ def test_none_is_missing():
     ]
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float32("nan"), "1", [1.0], 1j, 3e38, 1e39, 10**400])
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, -math.inf, np.float32("nan"), "1", [1.0], 1j, 3e38, 1e39, 10**400]
+)
 def test_what_is_no_finite_number_stops_the_run(value):
     for reward in (Reward("x", lambda r: value), Reward("x", lambda g: [0.0, value], per="group")):
         with pytest.raises(RewardError, match=r"reward 'x' returned .* on item 'item4'"):
