@@ -34,8 +34,9 @@ $(STAMP): pyproject.toml constraints.txt
 	  "postrl: installing packages failed (pip's message is above). What is installed stays in .venv; run make again to go on." >&2; exit 1; }
 	@touch $@
 
+# Waiting threads sleep instead of spinning: with another busy program on the same cores, spinning ones are several times slower.
 demo: $(STAMP)  ## post-train a small language model with GRPO and ReCo, and compare them
-	$(BIN)/python recipes/demo.py $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python recipes/demo.py $(ARGS)
 
 test: $(STAMP)  ## fast tests
 	$(PYTEST) $(ARGS)
