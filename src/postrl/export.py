@@ -13,6 +13,7 @@ from postrl.policies.base import Policy, Renderer
 from postrl.policies.chat import ChatTemplate
 from postrl.policies.loading import load_policy
 from postrl.policies.lora import LoRA, LoRADecoder
+from postrl.record import read_run
 
 Which = Literal["best", "last"] | int
 
@@ -24,10 +25,7 @@ def is_run(folder: Path) -> bool:
 
 def configuration(run: Path) -> dict:
     """What a run was told. Raises UserError if `run` holds no run, or a damaged one."""
-    found = read_json(run / "run.json", "a run").get("configuration")
-    if not isinstance(found, dict):
-        raise UserError(f"{run / 'run.json'} cannot be read as a run: it has no configuration")
-    return found
+    return read_run(run)["configuration"]
 
 
 def find_checkpoint(run: Path, which: Which) -> Path:

@@ -33,15 +33,22 @@ def open_run(folder: Path, configuration: Mapping[str, object], resume: bool, fr
             raise UserError(f"{folder} already holds a run: add --resume to go on with it, or choose another folder")
         write_json(path, {"configuration": configuration, **_surroundings()})
         return
-    old = read_json(path, "a run to resume").get("configuration")
-    if not isinstance(old, dict):
-        raise UserError(f"{path} cannot be read as a run to resume: it has no configuration")
+    old = read_run(folder, "a run to resume")["configuration"]
     now = json.loads(json.dumps(configuration))
     for name in sorted(set(old) | set(now)):
         if name not in free and old.get(name) != now.get(name):
             raise UserError(
                 f"{folder} was run with {name}={old.get(name)!r}, not {now.get(name)!r}: resume with the same options"
             )
+
+
+def read_run(folder: Path, what: str = "a run") -> dict:
+    """`run.json` of a folder, with its configuration. Raises UserError naming the file if it is not `what`."""
+    path = folder / "run.json"
+    about = read_json(path, what)
+    if not isinstance(about.get("configuration"), dict):
+        raise UserError(f"{path} cannot be read as {what}: it has no configuration")
+    return about
 
 
 def take_back(folder: Path) -> None:

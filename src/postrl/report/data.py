@@ -12,8 +12,7 @@ import pyarrow.parquet as pq
 
 from postrl.errors import UserError
 from postrl.evaluate import Evaluation
-from postrl.files import read_json
-from postrl.record import read_metrics
+from postrl.record import read_metrics, read_run
 from postrl.report.text import Pieces, pieces_of
 
 LISTS = ("tokens", "mask", "logp_old", "advantage", "weight", "ratio")
@@ -90,10 +89,8 @@ def names(folders: Sequence[Path]) -> list[str]:
 
 
 def _read_run(folder: Path, name: str) -> Run:
-    about = read_json(folder / "run.json", "a run")
-    configuration = about.pop("configuration", None)
-    if not isinstance(configuration, dict):
-        raise UserError(f"{folder / 'run.json'} cannot be read as a run: it has no configuration")
+    about = read_run(folder)
+    configuration = about.pop("configuration")
     steps, evaluations = _read_metrics(folder / "metrics.jsonl")
     files = sorted((folder / "rollouts").glob("step_*.parquet"))
     ends = [files[0], files[-1]] if len(files) > 1 else files
