@@ -369,6 +369,9 @@ def finite(method: Method, case: Case) -> None:
         for what, x in {"advantage": got.advantage, "loss": got.loss, **got.gradient}.items():
             assert torch.isfinite(x).all(), f"{name}: {what} is not finite"
         assert all(torch.isfinite(w).all() for w in got.weights), f"{name}: a weight is not finite"
+        if method.figures is not None:
+            said = method.figures(replace(bad, observed=None), output["logp"])
+            assert all(isinstance(x, float) for x in said.values()), f"{name}: figures are no plain numbers"
         if name == "all missing":
             assert (got.advantage == 0).all(), "credit without a reward"
         if method.keep is not None:

@@ -42,16 +42,25 @@ def policy_of(dtype: torch.dtype = torch.float64) -> Counting:
 
 
 def one_update(
-    method: Method, batch: Batch, policy: Tabular, free_old: bool = False, advantage=None, **options
+    method: Method,
+    batch: Batch,
+    policy: Tabular,
+    free_old: bool = False,
+    advantage=None,
+    rows=None,
+    whole=None,
+    **options,
 ) -> Seen:
-    """`update` over the whole batch as one mini-batch; the gradient stays in `policy.table.grad`."""
+    """`update` over a batch as one mini-batch, all of it or `rows` of `whole`; its gradient is `policy.table.grad`."""
     settings = Settings(**{"max_gradient_norm": math.inf, "importance_cap": None, "learning_rate": 0.0} | options)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
     policy.table.grad = torch.zeros_like(policy.table)
     trainer = Trainer(method, policy, optimizer, Accelerator(), settings, free_old)
-    seen = Seen(torch.ones_like(batch.logp_old), torch.zeros_like(batch.logp_old), batch.logp_old.clone())
+    old = (batch if whole is None else whole).logp_old
+    seen = Seen(torch.ones_like(old), torch.zeros_like(old), old.clone())
     advantage = method.advantage(batch) if advantage is None else advantage
-    update(trainer, batch, torch.arange(len(batch.unit)), advantage, settings.learning_rate, seen)
+    rows = torch.arange(len(batch.unit)) if rows is None else rows
+    update(trainer, batch, rows, advantage, settings.learning_rate, seen)
     return seen
 
 
@@ -212,6 +221,20 @@ def test_observe_sees_the_whole_mini_batch_once_and_the_old_log_probabilities():
     one_update(built, free, policy_of(), free_old=True, token_budget=20)
     assert [len(x) for x in asked] == [int(batch.mask.sum())] * 2
     assert asked[0].abs().max() > 0 and torch.equal(asked[1], torch.zeros_like(asked[1]))
+
+
+def test_what_an_update_saw_of_its_rows_is_kept_for_the_methods_own_figures():
+    batch, policy = ragged_batch(0), policy_of()
+    built = replace(grpo(), observe=lambda batch, now: 2 * now)
+    first = batch.select(batch.group() == batch.group()[0])
+    rows = (batch.group() == batch.group()[0])[batch.unit].nonzero().squeeze(1)
+    seen = one_update(built, first, policy, token_budget=20, rows=rows, whole=batch)
+    now = forward_all(policy, first, 10**6).logp
+    assert seen.observed is not None
+    torch.testing.assert_close(seen.logp[rows], now)
+    torch.testing.assert_close(seen.observed[rows], 2 * now)
+    others = torch.ones(len(batch.unit), dtype=torch.bool).index_fill(0, rows, False)
+    assert torch.equal(seen.logp[others], batch.logp_old[others]) and (seen.observed[others] == 0).all()
 
 
 # ---------------------------------------------------------------- the sampler's mismatch

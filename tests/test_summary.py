@@ -105,5 +105,17 @@ def test_no_sampled_token():
     assert all(not math.isnan(value) for value in got.values())
 
 
+def test_a_methods_own_figures_carry_a_common_name_and_what_is_undefined_is_left_out():
+    def own(batch: Batch, now: torch.Tensor) -> dict[str, float]:
+        assert batch.observed is not None
+        return {"observed": float(batch.observed.mean()), "now": float(now.mean()), "nothing": math.nan}
+
+    batch = batch_of((0, 1.0, 1.0), (0, 0.0, 0.0))
+    zero = torch.zeros_like(batch.logp_old)
+    seen = Seen(zero + 1, zero, zero - 2.0, observed=zero + 3.0)
+    got = step_metrics(replace(grpo(), figures=own), batch, zero, seen, None)
+    assert {n: v for n, v in got.items() if n.startswith("method/")} == {"method/observed": 3.0, "method/now": -2.0}
+
+
 def test_plain_numbers():
     assert json.loads(json.dumps(figures(batch_of((0, 1.0, 1.0), (0, 0.0, None)))))["units"] == 2.0

@@ -55,6 +55,9 @@ class Method:
     keep: units worth training on, from named raw reward components; the loop drops (and may refill) the others.
     observe: mini-batch and current log-probabilities -> [B, T], a no-grad pass before each update, delivered as
         `batch.observed`; only for methods that need whole-update statistics.
+    figures: rollout batch after its updates and the log-probabilities [B, T] that each row's last update saw -> plain
+        numbers for the metrics, where they stand as `method/<name>`; NaN is left out. `batch.observed` is that of each
+        row's last update too. Before any update it is None and the log-probabilities are `logp_old`.
     atom: the smallest thing a micro-batch may not cut.
     needs: optional fields of `Batch` or parts of `Forward` ("entropy", "values") that must be there; and "logp_old" if
         `advantage` or a weight reads it. A loss may always read it.
@@ -66,6 +69,7 @@ class Method:
     terms: tuple[Term, ...]
     keep: Callable[[Batch], Bool[Tensor, "N"]] | None = None
     observe: Callable[[Batch, Tensor], Tensor] | None = None
+    figures: Callable[[Batch, Tensor], Mapping[str, float]] | None = None
     atom: Atom = "row"
     needs: frozenset[str] = frozenset()
     exempt: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))

@@ -23,6 +23,8 @@ class Seen:
     ratio: Tensor  # [B, T] of the rollout batch
     weight: Tensor  # [B, T], summed over terms
     logp_old: Tensor  # [B, T], as the updates used it
+    logp: Tensor = field(init=False)  # [B, T], at each row's last update; logp_old before the first
+    observed: Tensor | None = None  # [B, T], of each row's last update, for methods that observe
     tokens: float = 0.0
     kl: float = 0.0
     kl_reference: float = 0.0  # k3 against logp_ref, where the batch has it
@@ -32,6 +34,9 @@ class Seen:
     losses: list[float] = field(default_factory=list)
     gradient_norms: list[float] = field(default_factory=list)
     skipped: int = 0
+
+    def __post_init__(self) -> None:
+        self.logp = self.logp_old.clone()
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,7 @@ def update(trainer: Trainer, batch: Batch, rows: Tensor, advantage: Tensor, rate
         now = forward_all(trainer.policy, batch, settings.token_budget, frozenset()).logp
         batch = replace(batch, logp_old=now) if trainer.free_old else batch
         batch = replace(batch, observed=method.observe(batch, now))
+        _note(seen, rows, batch.observed)
     _check_finite(method, "advantage", advantage, batch)
     if len(method.terms) == 1 and not bool((advantage != 0).any()):
         seen.skipped += 1
@@ -87,6 +93,12 @@ def update(trainer: Trainer, batch: Batch, rows: Tensor, advantage: Tensor, rate
     trainer.optimizer.step()
     seen.losses.append(loss)
     seen.gradient_norms.append(float(norm))
+
+
+def _note(seen: Seen, rows: Tensor, observed: Tensor) -> None:
+    if seen.observed is None:
+        seen.observed = torch.zeros_like(seen.logp_old)
+    seen.observed[rows] = observed.to(seen.logp_old.dtype)
 
 
 def _check_finite(method: Method, what: str, value: Tensor, batch: Batch) -> None:
@@ -145,6 +157,7 @@ def _look(
     seen.ratio[rows] = log_r.exp().to(seen.ratio.dtype)
     seen.weight[rows] = torch.stack(weights).sum(0).to(seen.weight.dtype)
     seen.logp_old[rows] = batch.logp_old.to(seen.logp_old.dtype)
+    seen.logp[rows] = logp.to(seen.logp.dtype)
     seen.tokens += float(mask.sum())
     seen.kl += float((torch.expm1(log_r) - log_r).sum())
     if batch.logp_ref is not None:

@@ -1,6 +1,7 @@
 """The figures of a step, from what its batch and its updates hold."""
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -42,6 +43,7 @@ def step_metrics(
         "loss": sum(seen.losses) / max(1, len(seen.losses)),
         "gradient_norm": max(seen.gradient_norms, default=0.0),
         **_mismatch(batch),
+        **_own(method, batch, seen),
     }
     return {name: value for name, value in figures.items() if value == value}
 
@@ -63,6 +65,13 @@ def constant_but_shaped(batch: Batch, reward: Tensor) -> Tensor:
         return torch.zeros_like(reward, dtype=torch.bool)
     same = Groups(batch.reward("correct"), batch.group()).spread() <= 1e-6
     return same & (Groups(reward, batch.group()).spread() > 1e-6)
+
+
+def _own(method: Method, batch: Batch, seen: Seen) -> dict[str, float]:
+    if method.figures is None:
+        return {}
+    figures = method.figures(replace(batch, observed=seen.observed), seen.logp)
+    return {f"method/{name}": value for name, value in figures.items()}
 
 
 def _mismatch(batch: Batch) -> dict[str, float]:
