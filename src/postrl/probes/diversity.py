@@ -29,3 +29,30 @@ def answer_entropy(answers: Sequence[str]) -> float:
         return math.nan
     shares = [count / len(answers) for count in Counter(answers).values()]
     return -sum(share * math.log(share) for share in shares) + 0.0
+
+
+def hill_number(counts: Sequence[int], order: float) -> float:
+    """D_q = (Σ p_i^q)^(1/(1−q)) of shares p_i: the number of equally frequent kinds that are as diverse.
+
+    Order 0 counts the kinds, 1 is e to the entropy, 2 is 1 / Σ p². Hill, "Diversity and Evenness", Ecology 54 (1973).
+    nan without observations.
+    """
+    seen = [count for count in counts if count]
+    if not seen:
+        return math.nan
+    shares = [count / sum(seen) for count in seen]
+    if order == 1:
+        return math.exp(-sum(share * math.log(share) for share in shares))
+    return sum(share**order for share in shares) ** (1 / (1 - order))
+
+
+def rarefied(counts: Sequence[int], k: int) -> float:
+    """Expected number of kinds among k observations drawn without replacement: Σ_i 1 − C(N−n_i, k) / C(N, k).
+
+    The way to compare variety between samples of different size: at the same k (Hurlbert, Ecology 52 (1971)). nan if
+    there are fewer than k observations.
+    """
+    total = sum(counts)
+    if k > total:
+        return math.nan
+    return sum(1 - math.comb(total - count, k) / math.comb(total, k) for count in counts)
