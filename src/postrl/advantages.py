@@ -8,7 +8,7 @@ may be ragged and interleaved. Nothing here casts or moves devices.
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from postrl.batch import Batch, Kind, unit_sum
@@ -30,28 +30,54 @@ def dense(group: Int[Tensor, "N"]) -> tuple[Int[Tensor, "N"], int]:
 
 
 class Groups:
-    """Sums, means and extremes over groups of the units whose `x` is present; each answer is given per unit."""
+    """Sums, means and extremes over groups of the units whose `x` is present; each answer is given per unit.
+
+    What is the same for a whole group is worked out on [J], one entry per group, and handed out once by `each`: groups
+    are few, and passes over all units are what a million of them wait for.
+    """
 
     def __init__(self, x: Float[Tensor, "N"], group: Int[Tensor, "N"]):
         self.index, self.number = dense(group)
-        self.present = ~torch.isnan(x)
-        self.x = torch.where(self.present, x, torch.zeros_like(x))
-        self.count = self.sum(self.present.to(x.dtype))
+        missing = torch.isnan(x)
+        self.present = ~missing
+        self.missing = missing if bool(missing.any()) else None
+        self.x = self.filled(x, 0.0)
+        self.sizes: Float[Tensor, "J"] = self.total(self.present.to(x.dtype))
 
-    def sum(self, y: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
-        """Sum of y over the present units of each unit's group."""
-        y = torch.where(self.present, y, torch.zeros_like(y))
-        return y.new_zeros(self.number).index_add(0, self.index, y)[self.index]
+    def filled(self, y: Float[Tensor, "N"], value: float) -> Float[Tensor, "N"]:
+        """y, but `value` for the units whose x is missing."""
+        return y if self.missing is None else y.masked_fill(self.missing, value)
 
-    def mean(self) -> Float[Tensor, "N"]:
-        return self.sum(self.x) / self.count.clamp(min=1)
+    def total(self, y: Float[Tensor, "N"]) -> Float[Tensor, "J"]:
+        """Sum of y over the present units of each group."""
+        return y.new_zeros(self.number).index_add(0, self.index, self.filled(y, 0.0))
 
-    def spread(self) -> Float[Tensor, "N"]:
+    def each(self, z: Shaped[Tensor, "J"]) -> Shaped[Tensor, "N"]:
+        """Each unit's entry of what there is one of per group."""
+        return z.index_select(0, self.index)
+
+    def means(self) -> Float[Tensor, "J"]:
+        return self.total(self.x) / self.sizes.clamp(min=1)
+
+    def spreads(self) -> Float[Tensor, "J"]:
         """max − min of each group; −inf where nothing is present."""
         top = self.x.new_full((self.number,), torch.inf)
-        low = top.scatter_reduce(0, self.index, torch.where(self.present, self.x, torch.inf), "amin")
-        high = (-top).scatter_reduce(0, self.index, torch.where(self.present, self.x, -torch.inf), "amax")
-        return (high - low)[self.index]
+        low = top.scatter_reduce(0, self.index, self.filled(self.x, torch.inf), "amin")
+        high = (-top).scatter_reduce(0, self.index, self.filled(self.x, -torch.inf), "amax")
+        return high - low
+
+    @property
+    def count(self) -> Float[Tensor, "N"]:
+        return self.each(self.sizes)
+
+    def sum(self, y: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
+        return self.each(self.total(y))
+
+    def mean(self) -> Float[Tensor, "N"]:
+        return self.each(self.means())
+
+    def spread(self) -> Float[Tensor, "N"]:
+        return self.each(self.spreads())
 
 
 def total_reward(
@@ -104,8 +130,8 @@ def zscored(
     """
     groups = Groups(x, group)
     deviation = groups.x - groups.mean()
-    variance = groups.sum(deviation.square()) / (groups.count - ddof).clamp(min=1)
-    return _finish(groups, deviation / (variance.sqrt() + eps), singleton, min_spread)
+    variance = groups.total(deviation.square()) / (groups.sizes - ddof).clamp(min=1)
+    return _finish(groups, deviation / groups.each(variance.sqrt() + eps), singleton, min_spread)
 
 
 def leave_one_out(
@@ -117,16 +143,16 @@ def leave_one_out(
 ) -> Float[Tensor, "N"]:
     """A_i = x_i − mean of the others of its group = G/(G−1)·(x_i − mean) (RLOO, arXiv 2402.14740)."""
     groups = Groups(x, group)
-    scale = groups.count / (groups.count - 1).clamp(min=1)
+    scale = groups.each(groups.sizes / (groups.sizes - 1).clamp(min=1))
     return _finish(groups, scale * (groups.x - groups.mean()), singleton, min_spread)
 
 
 def _finish(groups: Groups, a: Tensor, singleton: Singleton, min_spread: float) -> Tensor:
-    zero = torch.zeros_like(a)
-    lone = groups.x if singleton == "raw" else zero
-    a = torch.where(groups.spread() <= min_spread, zero, a)
-    a = torch.where(groups.count == 1, lone, a)
-    return torch.where(groups.present, a, zero)
+    lone = groups.sizes == 1
+    a = a.masked_fill(groups.each((groups.spreads() <= min_spread) | lone), 0.0)
+    if singleton == "raw":
+        a = torch.where(groups.each(lone), groups.x, a)
+    return groups.filled(a, 0.0)
 
 
 def unit_mean(x: Float[Tensor, "B T"], batch: Batch) -> Float[Tensor, "N"]:
@@ -193,13 +219,22 @@ def spread_steps(batch: Batch) -> Float[Tensor, "B T"]:
     from 0 in every row, so the rows of a unit with several contexts read the same steps. Raises UserError if no unit
     has step rewards.
     """
+    return over_steps(given_steps(batch), batch).nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+
+
+def given_steps(batch: Batch) -> Float[Tensor, "N S"]:
+    """`step_rewards`. Raises UserError if no unit has any."""
     if batch.step_rewards is None:
         raise UserError("this batch has no step rewards: use an environment whose Step has a reward")
-    known = torch.nan_to_num(batch.step_rewards, nan=0.0, posinf=torch.inf, neginf=-torch.inf)
-    known = torch.cat([known, torch.zeros_like(known[:, :1])], 1) if known.shape[1] else known.new_zeros(batch.size, 1)
-    last = known.shape[1] - 1  # a column of zeros, for what has no step
-    step = torch.where(batch.mask & (batch.segment >= 0), batch.segment, last).clamp(max=last)
-    return known[batch.unit[:, None], step.long()]
+    return batch.step_rewards
+
+
+def over_steps(x: Float[Tensor, "N S"], batch: Batch) -> Float[Tensor, "B T"]:
+    """x of each step -> the sampled tokens of that segment of its unit; NaN for a segment beyond S, 0 off the mask."""
+    known = torch.cat([x, x.new_full((batch.size, 1), torch.nan)], 1)
+    last = known.shape[1] - 1
+    step = torch.where(batch.segment >= 0, batch.segment, last).clamp(max=last)
+    return torch.where(batch.mask, known[batch.unit[:, None], step.long()], x.new_zeros(()))
 
 
 def truncated_importance(batch: Batch, cap: float) -> Float[Tensor, "B T"]:

@@ -92,6 +92,8 @@ def read_jsonl(path: Path) -> list[Rollout]:
 def collate(rollouts: Sequence[Rollout]) -> Batch:
     """Rollouts -> Batch. `logp_old` starts as the sampler's; the loop replaces it by the training forward's.
 
+    `step_groups` numbers the observation that each sampled turn answers, over all rollouts; −1 where there is no turn.
+
     Raises ValueError naming the item if a turn's log-probabilities are not one per token, or the rollouts name
     different reward components, weights or groupings; and if there are no rollouts, or no tokens in any.
     """
@@ -110,7 +112,8 @@ def collate(rollouts: Sequence[Rollout]) -> Batch:
     rows = [(unit, turns) for unit, rollout in enumerate(rollouts) for turns in rollout.contexts]
     names = tuple(first.rewards)
     rewards = [[torch.nan if r.rewards[n] is None else r.rewards[n] for n in names] for r in rollouts]
-    steps = max(len(r.step_rewards) for r in rollouts)
+    anchors = _anchors(rollouts)
+    steps = max(max(len(r.step_rewards), len(a)) for r, a in zip(rollouts, anchors, strict=True))
     padded = [r.step_rewards + [torch.nan] * (steps - len(r.step_rewards)) for r in rollouts]
     groups = [[rollout.group, *rollout.groups.values()] for rollout in rollouts]
     return Batch(
@@ -124,8 +127,33 @@ def collate(rollouts: Sequence[Rollout]) -> Batch:
         stop=torch.tensor([r.stop for r in rollouts], dtype=torch.int8),
         group_names=("task", *first.groups),
         reward_names=names,
-        step_rewards=torch.tensor(padded, dtype=torch.float32) if steps else None,
+        step_rewards=torch.tensor(padded, dtype=torch.float32) if any(r.step_rewards for r in rollouts) else None,
+        step_groups=torch.tensor([a + [-1] * (steps - len(a)) for a in anchors], dtype=torch.int64) if steps else None,
     )
+
+
+def _anchors(rollouts: Sequence[Rollout]) -> list[list[int]]:
+    """For each rollout, the number of the observation that each step answers: equal observations, equal numbers.
+
+    An observation is what others wrote since the turn before: its text, or its tokens where no text was kept. The steps
+    of a rollout with several contexts are those of the first context that has them.
+    """
+    numbers: dict[tuple[tuple[str, ...], tuple[int, ...]], int] = {}
+    out = []
+    for rollout in rollouts:
+        steps: list[int] = []
+        for turns in rollout.contexts:
+            number, heard = 0, []
+            for turn in turns:
+                if not turn.sampled:
+                    heard.append(turn)
+                    continue
+                key = tuple(t.text for t in heard), tuple(i for t in heard if not t.text for i in t.tokens)
+                if number == len(steps):
+                    steps.append(numbers.setdefault(key, len(numbers)))
+                number, heard = number + 1, []
+        out.append(steps)
+    return out
 
 
 def _token_fields(rows: list[tuple[int, list[Turn]]], temperature: list[float]) -> Mapping[str, Tensor]:
