@@ -6,14 +6,15 @@ sampled token meet the head.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -24,6 +25,7 @@ from postrl.policies import checkpoint_io as files
 from postrl.policies.attention import PackedAttention, angles
 from postrl.policies.decoder_config import DecoderConfig, inverse_frequencies
 from postrl.policies.head import head, logits
+from postrl.policies.interventions import NONE, Changes, Intervention, Reader, changed, scope
 from postrl.policies.packing import Packed, pack
 
 if TYPE_CHECKING:
@@ -144,6 +146,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.compute_dtype, self.recompute = config, compute_dtype, recompute
         self.source: Path | None = None
+        self.interventions: Changes = NONE
         self.model = Trunk(config)
         self.lm_head = None if config.tied else nn.Linear(config.hidden, config.vocabulary, bias=False)
         self.register_buffer("frequencies", inverse_frequencies(config), persistent=False)
@@ -214,8 +217,8 @@ class Decoder(nn.Module):
         """
         if unknown := want - PARTS:
             raise ValueError(f"the decoder cannot give {sorted(unknown)}; it has {sorted(PARTS)}")
-        packed = pack(batch)
-        hidden = self.hidden(packed)[packed.source]
+        packed = pack(batch, places=bool(self.interventions))
+        hidden = self.hidden(packed).index_select(0, packed.source)
         temperature = batch.temperature[packed.row]
         temperature = torch.where(temperature == 0, torch.ones_like(temperature), temperature)
         targets = batch.tokens[packed.row, packed.column]
@@ -229,18 +232,41 @@ class Decoder(nn.Module):
             hidden=packed.grid(hidden, batch) if "hidden" in want else None,
         )
 
+    def with_interventions(self, *interventions: Intervention) -> AbstractContextManager[None]:
+        """Inside the `with` block, training and sampling read or change hidden states (policies/interventions.py)."""
+        return scope(self, self.config.layers, interventions)
+
+    def activations(self, batch: Batch, layers: Sequence[int], at: Bool[Tensor, "B T"]) -> Float[Tensor, "layers n d"]:
+        """Hidden states after these layers (0: the embeddings) at the n tokens chosen by `at`, in the order of
+        `at.nonzero()`; with gradients, and after the interventions in force. Tokens after a row's last choice and
+        layers after the last one do not run. Raises UserError for a layer this decoder has not, ValueError as `pack`.
+        """
+        readers = [Reader(layer) for layer in layers]
+        with self.with_interventions(*(reader.intervention for reader in readers)):
+            packed = pack(batch, at, places=True)
+            self._residual(packed, max(layers, default=0))
+        return torch.stack([reader.passes[0][0].index_select(0, packed.source) for reader in readers])
+
     def hidden(self, packed: Packed) -> Float[Tensor, "P d"]:
         """Normalised last hidden state of every packed token."""
+        return self.model.norm(self._residual(packed, self.config.layers))
+
+    def _residual(self, packed: Packed, layers: int) -> Float[Tensor, "P d"]:
+        """Hidden state of every packed token after the first `layers` layers."""
         cos, sin = angles(packed.positions, self.frequencies, self.model.norm.weight.dtype)
-        x = self.model.embed_tokens(packed.tokens)
+        x, changes = self.model.embed_tokens(packed.tokens), self.interventions
         product = self.compute_dtype or x.dtype
         with torch.autocast(x.device.type, dtype=product, enabled=product != x.dtype):
-            for layer in self.model.layers if len(x) else ():
+            if 0 in changes:
+                x = changed(x, changes[0], packed.places)
+            for number, layer in enumerate(self.model.layers[:layers] if len(x) else (), 1):
                 if self.recompute and torch.is_grad_enabled():
                     x = checkpoint(layer, x, cos, sin, packed, use_reentrant=False)
                 else:
                     x = layer(x, cos, sin, packed)
-            return self.model.norm(x)
+                if number in changes:
+                    x = changed(x, changes[number], packed.places)
+        return x
 
     def sampler(self, slots: int = 64) -> "DecoderSampler":
         """Samples `slots` completions at a time from the present weights."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from postrl.policies.attention import angles, attend, merge, rotate
 from postrl.policies.cache import Cache, Prefix
 from postrl.policies.decoder import Decoder, Layer, Norm
+from postrl.policies.interventions import Places, changed
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,10 +55,12 @@ def fuse(*linears: Linear, dtype: torch.dtype) -> Product:
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """New tokens of one context: `past` keys and values [layers, kv, m, D] come before them."""
+    """New tokens of one context: `past` keys and values [layers, kv, m, D] come before them. The first of them may be
+    a `sampled` one that had not run yet."""
 
     tokens: list[int]
     past: tuple[Tensor, Tensor] | None = None
+    sampled: bool = False
 
     @property
     def start(self) -> int:
@@ -120,7 +123,13 @@ class Engine:
         device, lengths = self.head.device, [len(span.tokens) for span in spans]
         tokens = torch.tensor([token for span in spans for token in span.tokens], device=device)
         places = [torch.arange(span.start, span.start + len(span.tokens), device=device) for span in spans]
-        x, cos, sin = self._start(tokens, torch.cat(places))
+        changes, known = self.decoder.interventions, None
+        positions, ends = torch.cat(places), torch.tensor(lengths, device=device).cumsum(0) - 1
+        if changes:
+            known = _span_places(spans, tokens, positions, ends)
+        x, cos, sin = self._start(tokens, positions)
+        if 0 in changes:
+            x = changed(x, changes[0], known)
         made: list[list[tuple[Tensor, Tensor]]] = [[] for _ in spans]
         for number, weights in enumerate(self.layers):
             q, k, v = self._project(weights, x, cos, sin)
@@ -129,7 +138,8 @@ class Engine:
                 attended.append(_attend_span(*parts, spans[i], number))
                 made[i].append((parts[1].transpose(0, 1), parts[2].transpose(0, 1)))
             x = self._rest(weights, x, torch.cat(attended))
-        ends = torch.tensor(lengths, device=device).cumsum(0) - 1
+            if number + 1 in changes:
+                x = changed(x, changes[number + 1], known)
         stacked = [(torch.stack([k for k, _ in own]), torch.stack([v for _, v in own])) for own in made]
         return self._logits(x[ends]), stacked
 
@@ -143,6 +153,12 @@ class Engine:
         """
         n, room = len(tokens), cache.room
         x, cos, sin = self._start(tokens, positions)
+        changes, known = self.decoder.interventions, None
+        if changes:
+            yes = torch.ones(n, dtype=torch.bool, device=tokens.device)
+            known = Places(tokens, positions, yes, ~yes)
+        if 0 in changes:
+            x = changed(x, changes[0], known)
         longest = int(lengths.max()) + 1
         rows = torch.arange(n * self.kv, device=tokens.device).view(n, self.kv) * room
         place = (rows + lengths[:, None]).flatten()
@@ -160,7 +176,19 @@ class Engine:
             if shared is not None:
                 out = _attend_shared(q, out, lse, shared, number)
             x = self._rest(weights, x, out)
+            if number + 1 in changes:
+                x = changed(x, changes[number + 1], known)
         return self._logits(x)
+
+
+def _span_places(spans: Sequence[Span], tokens: Tensor, positions: Tensor, ends: Tensor) -> Places:
+    sampled, prompt_end = (torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device) for _ in range(2))
+    for span, end in zip(spans, ends.tolist(), strict=True):
+        if span.sampled:
+            sampled[end + 1 - len(span.tokens)] = True
+        elif span.past is None:
+            prompt_end[end] = True
+    return Places(tokens, positions, sampled, prompt_end)
 
 
 def _norm(norm: Norm, x: Tensor) -> Tensor:

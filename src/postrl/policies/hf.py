@@ -5,10 +5,13 @@ needed in training. Sampling pads on the left and masks.
 """
 
 import inspect
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from jaxtyping import Bool, Float
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -18,7 +21,9 @@ from postrl.batch import Batch
 from postrl.errors import UserError
 from postrl.method import Forward
 from postrl.policies.head import head
+from postrl.policies.hf_blocks import blocks, check_blocks, hooked
 from postrl.policies.hf_sampler import HuggingFaceSampler
+from postrl.policies.interventions import NONE, Changes, Intervention, Places, Reader, prompt_ends, scope
 from postrl.policies.lora import LoRA
 
 PARTS = frozenset({"entropy", "logits", "hidden"})
@@ -36,7 +41,8 @@ class HuggingFacePolicy(nn.Module):
         super().__init__()
         self.model: nn.Module = model
         self.accepts = frozenset(inspect.signature(model.forward).parameters)
-        self._whole_head = not _probe(model)
+        self.interventions: Changes = NONE
+        self._whole_head, self._checked = not _probe(model), False
         self.eval()
 
     @classmethod
@@ -145,7 +151,8 @@ class HuggingFacePolicy(nn.Module):
         row, column = batch.mask.nonzero(as_tuple=True)
         temperature = torch.where(batch.temperature == 0, 1.0, batch.temperature)[row]
         targets = batch.tokens[row, column]
-        hidden, logits = self._predictions(batch.tokens, row, column, want)
+        with self._hooked(batch):
+            hidden, logits = self._predictions(batch.tokens, row, column, want)
         if logits is not None:
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature[:, None].to(logits.dtype)
             logs = torch.log_softmax(logits, -1)
@@ -164,6 +171,32 @@ class HuggingFacePolicy(nn.Module):
             logits=grid(logits) if "logits" in want else None,
             hidden=grid(hidden) if "hidden" in want else None,
         )
+
+    def with_interventions(self, *interventions: Intervention) -> AbstractContextManager[None]:
+        """Inside the `with` block, training and sampling read or change hidden states (policies/interventions.py).
+        Raises UserError if this model's hidden states cannot be reached."""
+        if not self._checked:
+            check_blocks(self.causal)
+            self._checked = True
+        return scope(self, len(blocks(self.causal)), interventions)
+
+    def activations(self, batch: Batch, layers: Sequence[int], at: Bool[Tensor, "B T"]) -> Float[Tensor, "layers n d"]:
+        """Hidden states after these layers (0: the embeddings) at the n tokens chosen by `at`, in the order of
+        `at.nonzero()`; with gradients, and after the interventions in force. Raises UserError for a layer this model
+        has not, ValueError if `at` chooses padding."""
+        if (at & ~batch.valid).any():
+            raise ValueError("a masked token is padding: `at` must lie within `valid`")
+        readers = [Reader(layer) for layer in layers]
+        with self.with_interventions(*(reader.intervention for reader in readers)), self._hooked(batch):
+            self.causal.base_model(input_ids=batch.tokens, use_cache=False)
+        return torch.stack([reader.passes[0][0][at[batch.valid]] for reader in readers])
+
+    def _hooked(self, batch: Batch) -> AbstractContextManager[None]:
+        if not self.interventions:
+            return nullcontext()
+        position = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
+        grids = (batch.tokens, position, batch.mask, prompt_ends(batch))
+        return hooked(self.causal, self.interventions, Places(*(x[batch.valid] for x in grids)), batch.valid)
 
     def sampler(self, slots: int = 64) -> HuggingFaceSampler:
         """Samples up to `slots` completions at a time from the present weights."""

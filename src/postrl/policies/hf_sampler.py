@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,25 +14,45 @@ from postrl.batch import Stop
 from postrl.errors import UserError
 from postrl.policies.base import Completion, Key, Sampling
 from postrl.policies.draw import draw
+from postrl.policies.hf_blocks import hooked
+from postrl.policies.interventions import NONE, Changes, Places
 
 if TYPE_CHECKING:
     from postrl.policies.hf import HuggingFacePolicy
 
 
 @dataclass
+class _Context:
+    """What was read before a completion, and which of it the policy drew in earlier turns."""
+
+    tokens: list[int]
+    sampled: list[bool]
+
+    def plus(self, tokens: Sequence[int], sampled: bool) -> "_Context":
+        return _Context([*self.tokens, *tokens], self.sampled + [sampled] * len(tokens))
+
+
+@dataclass
 class _Request:
     session: int
     key: Key
-    context: list[int]
+    context: _Context
     sampling: Sampling
     uniforms: np.ndarray
     tokens: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
 
+    @property
+    def whole(self) -> _Context:
+        return self.context.plus(self.tokens, True)
+
     def stop(self, context_length: int) -> Stop | None:
         if self.tokens and self.tokens[-1] in self.sampling.stop:
             return Stop.FINISHED
-        full = len(self.tokens) >= self.sampling.max_tokens or len(self.context) + len(self.tokens) >= context_length
+        full = (
+            len(self.tokens) >= self.sampling.max_tokens
+            or len(self.context.tokens) + len(self.tokens) >= context_length
+        )
         return Stop.TRUNCATED if full else None
 
 
@@ -54,8 +74,9 @@ class HuggingFaceSampler:
         self.slots, self._caches = (slots, CACHE_NAMES) if batches else (1, ())
         self._waiting: deque[_Request] = deque()
         self._running: _Running | None = None
-        self._kept: dict[int, list[int] | None] = {}  # open sessions; None while a completion is under way
+        self._kept: dict[int, _Context | None] = {}  # open sessions; None while a completion is under way
         self._next = 0
+        self._changes: Changes = policy.interventions  # those under which the open sessions began
 
     def submit(
         self, tokens: Sequence[int], key: Key, sampling: Sampling, session: int | None = None, keep: bool = False
@@ -63,22 +84,24 @@ class HuggingFaceSampler:
         """See `Sampler`. Raises UserError for a prompt that leaves no room in the context, ValueError for tokens
         outside the vocabulary, an empty prompt, or a session that is unknown or not finished. An extension that leaves
         no room gives an empty TRUNCATED completion."""
-        context = [int(token) for token in tokens]
-        if context and not 0 <= min(context) <= max(context) < self.vocabulary:
+        self._check_scope()
+        tokens = [int(token) for token in tokens]
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocabulary:
             raise ValueError(f"a token is outside the vocabulary of {self.vocabulary}")
         if sampling.max_tokens < 1:
             raise UserError(f"max_tokens={sampling.max_tokens}: a completion needs at least one")
-        if session is None and len(context) >= self.context_length:
+        if session is None and len(tokens) >= self.context_length:
             room = self.context_length
-            raise UserError(f"a prompt of {len(context)} tokens leaves no room in the model's context of {room}")
+            raise UserError(f"a prompt of {len(tokens)} tokens leaves no room in the model's context of {room}")
+        before: _Context | None = _Context([], [])
         if session is None:
             session, self._next = self._next, self._next + 1
         else:
             before = self._kept.get(session)
             if before is None:
                 raise ValueError(f"session {session} is closed, unknown or still being sampled")
-            context = before + context
-        if not context:
+        context = before.plus(tokens, False)
+        if not context.tokens:
             raise ValueError("an empty prompt: nothing predicts the first token")
         if keep:
             self._kept[session] = None
@@ -89,7 +112,8 @@ class HuggingFaceSampler:
         return session
 
     def poll(self) -> list[Completion]:
-        """See `Sampler`."""
+        """See `Sampler`. Raises ValueError if the interventions are others than when the open sessions began."""
+        self._check_scope()
         with _evaluating(self.policy):
             return self._work()
 
@@ -100,7 +124,7 @@ class HuggingFaceSampler:
                 fresh = [self._waiting.popleft() for _ in range(min(self.slots, len(self._waiting)))]
                 finished += [self._finish(r, s) for r in fresh if (s := r.stop(self.context_length)) is not None]
                 fresh = [request for request in fresh if request.stop(self.context_length) is None]
-                self._running = _Running(self.policy, fresh, self._caches, self.context_length) if fresh else None
+                self._running = self._start(fresh) if fresh else None
             else:
                 done = self._running.advance()
                 finished += [self._finish(request, stop) for request, stop in done]
@@ -116,28 +140,47 @@ class HuggingFaceSampler:
 
     def refresh(self) -> None:
         """See `Sampler`; nothing is derived from the weights here. Raises ValueError if something is under way."""
-        if self._kept or self._waiting or self._running is not None:
+        if self._busy:
             raise ValueError("the weights changed while completions or sessions were open; poll and close them first")
+
+    def _start(self, fresh: list[_Request]) -> "_Running":
+        return _Running(self.policy, fresh, self._caches, self.context_length, self._changes)
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._kept or self._waiting or self._running is not None)
+
+    def _check_scope(self) -> None:
+        if not self._busy:
+            self._changes = self.policy.interventions
+        elif self._changes is not self.policy.interventions:
+            raise ValueError(
+                "completions or sessions are open that began under other interventions: poll and close them inside "
+                "the scope they began in"
+            )
 
     def _finish(self, request: _Request, stop: Stop) -> Completion:
         if request.session in self._kept:
-            self._kept[request.session] = request.context + request.tokens
+            self._kept[request.session] = request.whole
         return Completion(request.session, request.key, request.tokens, request.logp, stop)
 
 
 class _Running:
     """Completions that were started together, padded on the left."""
 
-    def __init__(self, policy: "HuggingFacePolicy", requests: list[_Request], caches: Sequence[str], room: int) -> None:
-        self.policy, self.requests, self.room = policy, requests, room
+    def __init__(
+        self, policy: "HuggingFacePolicy", requests: list[_Request], caches: Sequence[str], room: int, changes: Changes
+    ) -> None:
+        self.policy, self.requests, self.room, self.changes = policy, requests, room, changes
         self.cache_name = next((name for name in caches if name in policy.accepts), None)
         device = next(policy.parameters()).device
-        length = max(len(request.context) for request in requests)
+        contexts = [request.context.tokens for request in requests]
+        length = max(map(len, contexts))
         tokens = torch.zeros(len(requests), length, dtype=torch.int64, device=device)
         self.visible = torch.zeros_like(tokens)
-        for b, request in enumerate(requests):
-            tokens[b, length - len(request.context) :] = torch.tensor(request.context, device=device)
-            self.visible[b, length - len(request.context) :] = 1
+        for b, context in enumerate(contexts):
+            tokens[b, length - len(context) :] = torch.tensor(context, device=device)
+            self.visible[b, length - len(context) :] = 1
         self.cache: Any = None
         self.logits = self._read(tokens)
 
@@ -165,7 +208,7 @@ class _Running:
                 self.cache.reorder_cache(index)
             self.requests = [self.requests[b] for b in stay]
         self.visible = torch.cat([self.visible, self.visible.new_ones(len(stay), 1)], 1)
-        whole = [[*request.context, *request.tokens] for request in self.requests]
+        whole = [request.whole.tokens for request in self.requests]
         unread = whole if self.cache_name is None else [tokens[-1:] for tokens in whole]
         self.logits = self._read(torch.tensor(unread, device=device))
 
@@ -186,21 +229,39 @@ class _Running:
         options: dict[str, Any] = {"attention_mask": self.visible, "use_cache": self.cache_name is not None}
         if self.cache_name:
             options[self.cache_name] = self.cache
+        positions = (self.visible.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
         if "position_ids" in self.policy.accepts:
-            options["position_ids"] = (self.visible.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+            options["position_ids"] = positions
         if "logits_to_keep" in self.policy.accepts:
             options["logits_to_keep"] = 1
-        out = self.policy.causal(input_ids=tokens, **options)
+        with self._hooked(tokens, positions) if self.changes else nullcontext():
+            out = self.policy.causal(input_ids=tokens, **options)
         self.cache = out[self.cache_name] if self.cache_name else None
         return out.logits[:, -1]
+
+    def _hooked(self, tokens: Tensor, positions: Tensor) -> AbstractContextManager[None]:
+        """The interventions in force around a pass over `tokens` [b, t]."""
+        real = self.visible[:, -tokens.shape[1] :].bool()
+        sampled, prompt_end = torch.zeros_like(real), torch.zeros_like(real)
+        for b, request in enumerate(self.requests):
+            drawn = request.whole.sampled
+            ends = torch.arange(len(drawn)) == (drawn.index(True) if True in drawn else len(drawn)) - 1
+            n = min(len(drawn), real.shape[1])
+            sampled[b, real.shape[1] - n :] = torch.tensor(drawn[-n:])
+            prompt_end[b, real.shape[1] - n :] = ends[-n:]
+        grids = (tokens, positions, sampled, prompt_end)
+        return hooked(self.policy.causal, self.changes, Places(*(x[real] for x in grids)), real)
 
 
 def _batches(policy: "HuggingFacePolicy", vocabulary: int) -> bool:
     """Whether a row padded on the left and continued from the cache is predicted as without both, found by trying."""
     contexts = [[n % vocabulary for n in range(1, length)] for length in (4, 9)]
-    requests = [_Request(n, (), context, Sampling(), np.zeros(0)) for n, context in enumerate(contexts)]
+    empty = _Context([], [])
+    requests = [
+        _Request(n, (), empty.plus(context, False), Sampling(), np.zeros(0)) for n, context in enumerate(contexts)
+    ]
     with _evaluating(policy), torch.no_grad():
-        trial = _Running(policy, requests, CACHE_NAMES, room=0)
+        trial = _Running(policy, requests, CACHE_NAMES, 0, NONE)
         if trial.cache_name is None:
             return False
         trial.requests[0].tokens.append(contexts[0][-1])

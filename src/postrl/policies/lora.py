@@ -6,13 +6,14 @@ B starts at zero, so an adapted policy starts as its base.
 
 import copy
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from postrl.errors import UserError
 from postrl.method import Forward
 from postrl.policies import checkpoint_io as files
 from postrl.policies.decoder import Decoder
+from postrl.policies.interventions import Intervention
 
 if TYPE_CHECKING:
     from postrl.policies.sampler import DecoderSampler
@@ -135,6 +137,14 @@ class LoRADecoder(nn.Module):
     def sampler(self, slots: int = 64) -> "DecoderSampler":
         """As the decoder's; it samples from merged weights."""
         return self.decoder.sampler(slots)
+
+    def with_interventions(self, *interventions: Intervention) -> AbstractContextManager[None]:
+        """As the decoder's."""
+        return self.decoder.with_interventions(*interventions)
+
+    def activations(self, batch: Batch, layers: Sequence[int], at: Bool[Tensor, "B T"]) -> Float[Tensor, "layers n d"]:
+        """As the decoder's."""
+        return self.decoder.activations(batch, layers, at)
 
     def tensors(self) -> dict[str, nn.Parameter]:
         """The adapter's parameters under PEFT's names."""

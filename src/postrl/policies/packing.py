@@ -9,9 +9,11 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from postrl.batch import Batch
+from postrl.policies.interventions import Places, apart, prompt_ends
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +40,8 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """P packed tokens of a batch, and for each of its n masked tokens the packed position that predicts it."""
+    """P packed tokens of a batch, and for each of the n tokens asked for a packed position: of the token before it,
+    which predicts it, if the masked ones were asked for, else its own."""
 
     tokens: Tensor  # int64 [P]
     positions: Tensor  # int64 [P], place in the row
@@ -49,6 +52,7 @@ class Packed:
     source: Tensor  # int64 [n]
     row: Tensor  # int64 [n]
     column: Tensor  # int64 [n]
+    places: Places | None = None  # of the packed tokens, for interventions
 
     @property
     def prefix_part(self) -> slice:
@@ -80,14 +84,18 @@ class Packed:
         return x.new_zeros(*batch.tokens.shape, *x.shape[1:]).index_put((self.row, self.column), x)
 
 
-def pack(batch: Batch) -> Packed:
-    """Raises ValueError if a row's first token is masked (nothing predicts it), if a masked token is padding, or if
+def pack(batch: Batch, at: Bool[Tensor, "B T"] | None = None, places: bool = False) -> Packed:
+    """Everything that the prediction of the masked tokens needs; with `at`, that those tokens' own states need.
+
+    places: fill `Packed.places`, and share a prefix only where they agree.
+    Raises ValueError if a row's first token is masked (nothing predicts it), if a token asked for is padding, or if
     rows with one prefix_id do not begin with the same prefix_length tokens."""
-    device = batch.tokens.device
-    tokens, mask = batch.tokens.cpu().numpy(), batch.mask.cpu().numpy()
+    batch = apart(batch) if places else batch
+    device, ahead = batch.tokens.device, int(at is None)
+    tokens, mask = batch.tokens.cpu().numpy(), (batch.mask if at is None else at).cpu().numpy()
     row, column = np.nonzero(mask)
-    _check(batch, mask)
-    used = np.where(mask.any(1), mask.shape[1] - 1 - mask[:, ::-1].argmax(1), 0) if mask.size else np.zeros(0, int)
+    _check(batch, mask, ahead)
+    used = np.where(mask.any(1), mask.shape[1] - ahead - mask[:, ::-1].argmax(1), 0) if mask.size else np.zeros(0, int)
     if mask.size and not used.any():
         used[0] = 1  # one token for nothing, so that every weight still has a gradient, as data parallelism wants
     groups = _shared(batch, tokens, used)
@@ -103,14 +111,18 @@ def pack(batch: Batch) -> Packed:
     row_start[order] = heads.sum() + _starts(lengths)
     where = [(members[0], 0, length) for length, members in groups]
     where += [(int(b), int(first[b]), int(used[b])) for b in order]
-    source = np.where(column - 1 < first[row], prefix_start[row] + column - 1, row_start[row] + column - 1 - first[row])
+    place = column - ahead
+    source = np.where(place < first[row], prefix_start[row] + place, row_start[row] + place - first[row])
     prefixes, rows = _block(heads), _block(lengths)
     after = [int((used[members] - length).sum()) for length, members in groups]
     hole = np.arange(prefixes.length) >= heads[:, None] if prefixes.slot is not None else None
     on = lambda x: torch.from_numpy(np.ascontiguousarray(x)).to(device)  # noqa: E731
+    line = lambda grid: on(np.concatenate([grid[b, i:j] for b, i, j in where] or [grid[:0].ravel()]))  # noqa: E731
+    ids, positions = line(tokens), line(np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape))
+    known = (line(x.cpu().numpy()) for x in (batch.mask, prompt_ends(batch))) if places else None
     return Packed(
-        tokens=on(np.concatenate([tokens[b, i:j] for b, i, j in where] or [np.zeros(0, dtype=np.int64)])),
-        positions=on(np.concatenate([np.arange(i, j) for _, i, j in where] or [np.zeros(0, dtype=np.int64)])),
+        tokens=ids,
+        positions=positions,
         prefixes=_on(prefixes, device),
         rows=_on(rows, device),
         cross=_on(_block(np.array(after, dtype=int)), device),
@@ -118,15 +130,17 @@ def pack(batch: Batch) -> Packed:
         source=on(source),
         row=on(row),
         column=on(column),
+        places=None if known is None else Places(ids, positions, *known),
     )
 
 
-def _check(batch: Batch, mask: np.ndarray) -> None:
-    if mask.shape[1] and mask[:, 0].any():
+def _check(batch: Batch, mask: np.ndarray, ahead: int) -> None:
+    if ahead and mask.shape[1] and mask[:, 0].any():
         b = int(mask[:, 0].argmax())
         raise ValueError(f"row {b} begins with a sampled token, which nothing predicts: give it a token of context")
     if (mask & ~batch.valid.cpu().numpy()).any():
-        raise ValueError("a masked token is padding: `mask` must lie within `valid`")
+        name = "mask" if ahead else "at"
+        raise ValueError(f"a masked token is padding: `{name}` must lie within `valid`")
 
 
 def _shared(batch: Batch, tokens: np.ndarray, used: np.ndarray) -> list[tuple[int, list[int]]]:

@@ -21,6 +21,7 @@ from postrl.policies.cache import Cache, Prefix
 from postrl.policies.decoder import Decoder
 from postrl.policies.draw import draw
 from postrl.policies.engine import Engine, Shared, Span
+from postrl.policies.interventions import Changes
 
 PREFILL_TOKENS = 4096  # of one pass over new prompts and extensions
 SHARE_BYTES = 10**6  # per layer: reading a prompt's keys in place pays if it saves more (measured; one more call costs)
@@ -69,6 +70,7 @@ class DecoderSampler:
         self._plan: Shared | None = None
         self._planned = False
         self._next = 0
+        self._changes: Changes = decoder.interventions  # those under which the open sessions began
 
     def submit(
         self, tokens: Sequence[int], key: Key, sampling: Sampling, session: int | None = None, keep: bool = False
@@ -76,6 +78,7 @@ class DecoderSampler:
         """See base.Sampler. Raises UserError for a prompt that leaves no room in the context, ValueError for tokens
         outside the vocabulary, an empty prompt, or a session that is unknown or not finished. An extension that leaves
         no room gives an empty TRUNCATED completion."""
+        self._check_scope()
         tokens = [int(token) for token in tokens]
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.decoder.config.vocabulary:
             raise ValueError(f"a token is outside the vocabulary of {self.decoder.config.vocabulary}")
@@ -118,7 +121,8 @@ class DecoderSampler:
         return context
 
     def poll(self) -> list[Completion]:
-        """See base.Sampler."""
+        """See base.Sampler. Raises ValueError if the interventions are others than when the open sessions began."""
+        self._check_scope()
         while not self._done and (self._waiting or self._active):
             if self._waiting and self.slots - len(self._active) >= min(len(self._waiting), self._together):
                 self._admit()
@@ -136,6 +140,15 @@ class DecoderSampler:
         if self._contexts:
             raise ValueError(f"{len(self._contexts)} sessions are open; close them before the weights change")
         self._engine = None
+
+    def _check_scope(self) -> None:
+        if not self._contexts:
+            self._changes = self.decoder.interventions
+        elif self._changes is not self.decoder.interventions:
+            raise ValueError(
+                f"{len(self._contexts)} sessions are open that began under other interventions: poll and close them "
+                "inside the scope they began in"
+            )
 
     # ------------------------------------------------------------------------------------------ one pass
 
@@ -192,7 +205,7 @@ class DecoderSampler:
         if context.prefix is not None:
             keys = torch.cat([context.prefix.keys, keys], 2)
             values = torch.cat([context.prefix.values, values], 2)
-        return Span(context.unfed, (keys, values))
+        return Span(context.unfed, (keys, values), sampled=True)  # a kept session's last token has never run
 
     def _prefix(self, prompt: tuple[int, ...], keys: Tensor, values: Tensor, logits: Tensor) -> Prefix:
         saved = (self._users[prompt] - 1) * 2 * keys[0].numel() * keys.element_size()
