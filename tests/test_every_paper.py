@@ -185,6 +185,8 @@ def test_float32_rounding_of_a_per_pass_mean_is_seen():
         ("grpo", {"missing": "drop"}),
         ("dapo", {"max_length": "long"}),
         ("dapo", {"correct": 3}),
+        ("grpo", {"low": -3.0}),  # a sign is no width
+        ("cispo", {"high": -1}),
     ],
 )
 def test_option_of_another_type_is_named(name: str, options: dict[str, object]):

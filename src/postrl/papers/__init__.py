@@ -35,7 +35,8 @@ def method(name: str, **options: object) -> Method:
     """The method a paper's file constructs, for example method("reco", cap=5.0).
 
     Raises UserError, naming the shelf or the method's options, if there is no such method or option, and for a value of
-    another type than the option is annotated with, or NaN.
+    another type than the option is annotated with, NaN, or a negative number: the options of this shelf are widths,
+    scales, caps and counts, and a wrong sign would train something else in silence.
     """
     constructors = methods()
     if name not in constructors:
@@ -48,6 +49,8 @@ def method(name: str, **options: object) -> Method:
     for option, value in options.items():
         if not _fits(value, kinds[option]):
             raise UserError(f"option {option}={value!r} of method {name!r} must be {_said(kinds[option])}")
+        if isinstance(value, int | float) and value < 0:
+            raise UserError(f"option {option}={value!r} of method {name!r} must be at least 0")
     return constructors[name](**options)
 
 
