@@ -282,6 +282,55 @@ def reco(
     return assemble(batch, units, credits_of(units, batch, **statistics), lambda u: response(u) / (n * u.length), token)
 
 
+def steps_of(batch, units):
+    """For each unit, (segment, tokens as positions k of the unit) pairs, read token by token."""
+    segment = batch.segment.tolist()
+    return [[segment[b][t] for b, t in u.tokens] for u in units]
+
+
+def per_token(batch, units, credit, weight, slope) -> Result:
+    """Like `assemble`, with credit(n, k) and weight(n, k) of the k-th token of unit n."""
+    grid = [[[0.0] * batch.mask.shape[1] for _ in range(batch.mask.shape[0])] for _ in range(3)]
+    result = Result(*grid)
+    for n, unit in enumerate(units):
+        for k, (b, t) in enumerate(unit.tokens):
+            a, w = credit(n, k), weight(n, k)
+            loss, d = slope(unit, k, a)
+            result.advantage[b][t], result.weight[b][t], result.gradient[b][t] = a, w, w * d
+            result.loss += w * loss
+    return result
+
+
+def gigpo(
+    batch, logp, omega=1.0, gamma=0.95, norm="mean_norm", steps="world", singleton="zero", low=0.2, high=0.2,
+    dual=None, ddof=1, eps=1e-6, min_spread=1e-6, missing="exclude",
+) -> Result:  # fmt: skip
+    units = answers(batch, logp)
+    rewards = [total(u, batch.reward_weights.tolist(), missing) for u in units]
+    score = standard_score(ddof, eps) if norm == "mean_std_norm" else (lambda r, group: r - sum(group) / len(group))
+    episode = over_group(units, rewards, score, singleton, min_spread)
+    seen, given = batch.step_groups.tolist(), batch.step_rewards.tolist()
+    visits = []  # one entry per step, as if it were a unit of a group named by task and observation
+    for n, u in enumerate(units):
+        there = [k for k, observation in enumerate(seen[n]) if observation >= 0]
+        for k in there:
+            back = 0.0
+            for j in range(k, len(seen[n])):
+                r = (rewards[n] if j == there[-1] else 0.0) if steps == "outcome" else given[n][j]
+                r = 0.0 if r is None or math.isnan(r) else r
+                back += gamma ** (j - k) * r
+            visits.append((n, k, Answer((u.group, seen[n][k]), 0, []), None if rewards[n] is None else back))
+    step = over_group([v[2] for v in visits], [v[3] for v in visits], score, "zero", min_spread)
+    gain = {(n, k): a for (n, k, _, _), a in zip(visits, step, strict=True)}
+    where, tokens = steps_of(batch, units), sum(u.length for u in units)
+    return per_token(
+        batch, units,
+        lambda n, k: episode[n] + omega * gain.get((n, where[n][k]), 0.0),
+        lambda n, k: 1 / tokens,
+        lambda u, k, a: surrogate(ratio(u, k), a, low, high, dual),
+    )  # fmt: skip
+
+
 # ---------------------------------------------------------------- comparison
 
 
