@@ -5,6 +5,7 @@ A source is called once per step (again, if the loop refills) and can be saved a
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import lru_cache
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -146,7 +147,12 @@ class Dataset:
 
     def _index(self, number: int) -> int:
         epoch, place = divmod(number, len(self.groups))
-        return int(np.random.default_rng([self.seed, epoch]).permutation(len(self.groups))[place])
+        return int(_order(len(self.groups), self.seed, epoch)[place])
+
+
+@lru_cache(maxsize=4)  # a large data set is not shuffled again for every group
+def _order(size: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(size)
 
 
 def check_training(sampling: Sampling) -> None:
