@@ -70,6 +70,7 @@ def make_case(seed: int, units: int = 6, groups: int = 2, length: int = 6, noise
         **{name: torch.tensor(-rng.exponential(1.0, old.shape)) for name in ("logp_ref", "values", "returns")},
         step_rewards=torch.tensor(rng.standard_normal((units, 3))),
         step_groups=torch.tensor(rng.integers(0, 3, (units, 3))),
+        value_after=torch.tensor(_values_after(seed, len(rows))),
         teacher_logp=torch.tensor(rng.standard_normal((*old.shape, VOCABULARY))).log_softmax(-1),
     ).to(dtype=dtype)
     parts = {"logp": now, "entropy": rng.random(old.shape), "values": rng.standard_normal(old.shape)}
@@ -126,6 +127,7 @@ def by_hand(groups: Sequence[int], rewards: Sequence[float], old: Sequence, new:
         reward_weights=torch.ones(1, dtype=torch.float64),
         reward_names=("correct",),
         teacher_logp=None,
+        value_after=None,
     )
     return Case(batch, {"logp": torch.where(mask, padded[1].log(), 0)}, case.rng)
 
@@ -146,6 +148,12 @@ def _segments(mask: np.ndarray) -> np.ndarray:
 def _groups(rng: np.random.Generator, units: int, groups: int) -> np.ndarray:
     labels = rng.choice(np.arange(-50, 10**6), groups, replace=False) if rng.random() < 0.7 else np.arange(groups)
     return np.stack([rng.choice(labels, units), rng.integers(0, 3, units)], 1)
+
+
+def _values_after(seed: int, rows: int) -> np.ndarray:
+    """About half of the rows were cut off."""
+    rng = np.random.default_rng([seed, 1])
+    return np.where(rng.random(rows) < 0.5, rng.standard_normal(rows), 0.0)
 
 
 def _rewards(rng: np.random.Generator, units: int, missing: float) -> np.ndarray:

@@ -39,6 +39,7 @@ class Result:
     weight: list[list[float]]
     gradient: list[list[float]]
     loss: float = 0.0
+    values: list[list[float]] | None = None  # the gradient with respect to a critic's values
 
 
 def answers(batch: Batch, logp) -> list[Answer]:
@@ -331,6 +332,57 @@ def gigpo(
     )  # fmt: skip
 
 
+def ppo(
+    batch, logp, values, gamma=1.0, lam=0.95, lam_critic=1.0, gap="carry", whiten=True, low=0.2, high=0.2, dual=None,
+    value_coef=1.0, value_clip=0.2, missing="exclude",
+) -> Result:  # fmt: skip
+    units = answers(batch, logp)
+    rewards = [total(u, batch.reward_weights.tolist(), missing) for u in units]
+    rows, columns = batch.mask.shape
+    sampled = [[t for t in range(columns) if batch.mask[b, t]] for b in range(rows)]
+    old, after = batch.values.tolist(), [0.0] * rows if batch.value_after is None else batch.value_after.tolist()
+
+    def credit(b: int, r: float, lam: float) -> dict[int, float]:
+        """A of each sampled token of a row, by the sum over later one-step errors."""
+        path = sampled[b] if gap == "carry" else list(range(sampled[b][0], sampled[b][-1] + 1)) if sampled[b] else []
+        v = [old[b][t] if t in sampled[b] else 0.0 for t in path]
+        errors = [
+            (gamma * v[k + 1] if k + 1 < len(path) else r + gamma * after[b]) - v[k] for k in range(len(path))
+        ]
+        sums = [sum((gamma * lam) ** (j - k) * errors[j] for j in range(k, len(path))) for k in range(len(path))]
+        return {t: a for t, a in zip(path, sums, strict=True) if t in sampled[b]}
+
+    taught = [b for b, n in enumerate(batch.unit.tolist()) if rewards[n] is not None]
+    gain = {(b, t): a for b in taught for t, a in credit(b, rewards[int(batch.unit[b])], lam).items()}
+    goal = {
+        (b, t): a + old[b][t] for b in taught for t, a in credit(b, rewards[int(batch.unit[b])], lam_critic).items()
+    }
+    if whiten and gain:
+        mean = sum(gain.values()) / len(gain)
+        variance = sum((a - mean) ** 2 for a in gain.values()) / max(1, len(gain) - 1)
+        gain = {at: (a - mean) / math.sqrt(variance + 1e-8) for at, a in gain.items()}
+    tokens = max(1, sum(u.length for u in units))
+    grids = [[[0.0] * columns for _ in range(rows)] for _ in range(4)]
+    result = Result(grids[0], grids[1], grids[2], 0.0, grids[3])
+    for u in units:
+        for k, (b, t) in enumerate(u.tokens):
+            a = gain.get((b, t), 0.0)
+            loss, slope = surrogate(ratio(u, k), a, low, high, dual)
+            result.advantage[b][t], result.weight[b][t] = a, 1 / tokens
+            result.gradient[b][t] = slope / tokens
+            result.loss += loss / tokens
+    for (b, t), r in goal.items():
+        v, before = float(values[b, t]), old[b][t]
+        error, slope = (v - r) ** 2, 2 * (v - r)
+        if value_clip is not None:
+            near_old = min(max(v, before - value_clip), before + value_clip)
+            if (near_old - r) ** 2 > error:
+                error, slope = (near_old - r) ** 2, 2 * (v - r) if near_old == v else 0.0
+        result.loss += value_coef * error / len(goal)
+        result.values[b][t] = value_coef * slope / len(goal)
+    return result
+
+
 # ---------------------------------------------------------------- comparison
 
 
@@ -339,8 +391,11 @@ def agree(method: Method, case: Case, **options: object) -> None:
     got = update(method, case.batch, case.now)
     loops = vars(sys.modules[__name__]).get(method.name)
     assert loops is not None, f"tests/reference.py has no function {method.name}: write the equation as plain loops"
-    wanted = loops(case.batch, case.now["logp"], **options)
+    parts = {name: case.now[name] for name in ("values",) if name in method.needs}
+    wanted = loops(case.batch, case.now["logp"], **parts, **options)
+    extra = [] if wanted.values is None else [("gradient of values", got.gradient["values"], wanted.values)]
     for what, x, y in (
+        *extra,
         ("advantage", torch.where(case.batch.mask, got.advantage, 0), wanted.advantage),
         ("weight", got.weights[0], wanted.weight),
         ("loss", got.loss, wanted.loss),

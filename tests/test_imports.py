@@ -1,6 +1,7 @@
 """The shape of the code base, read from its syntax: who may import whom, what is forbidden, how long things may be.
 
-    errors, files <- batch, rollout <- advantages, weights, losses, method, terms <- policies, envs, rewards, probes
+    errors, files <- batch, rollout <- advantages, weights, losses, method, terms, packing, enrich, values
+           <- policies, envs, rewards, probes
            <- papers <- train and its helpers <- study <- cli
 
 A module imports its own level and those before it. Adapters depend on papers and below, never the reverse.
@@ -23,7 +24,10 @@ SOURCE = ROOT / "src" / "postrl"
 FILES = sorted(SOURCE.rglob("*.py"))
 SCRIPTS = [*FILES, *sorted((ROOT / "recipes").rglob("*.py")), *sorted((ROOT / "studies").rglob("*.py"))]
 
-KERNEL = ("errors", "files", "batch", "rollout", "advantages", "weights", "losses", "method", "terms")
+KERNEL = (
+    *("errors", "files", "batch", "rollout", "advantages", "weights", "losses", "method", "terms"),
+    *("packing", "enrich", "values"),
+)
 LEAVES = ("policies", "envs", "rewards", "probes")
 LEVELS = (KERNEL[:2], KERNEL[2:4], KERNEL[4:], LEAVES, ("papers", "adapters"), (), ("study",), ("cli",))
 ENGINE = LEVELS.index(())  # train and every other module that is not named above

@@ -60,6 +60,7 @@ class Batch:
     logp_ref: Float[Tensor, "B T"] | None = None
     values: Float[Tensor, "B T"] | None = None
     returns: Float[Tensor, "B T"] | None = None
+    value_after: Float[Tensor, "B"] | None = None  # of the state after a row that was cut off; 0 where it ended
     observed: Float[Tensor, "B T"] | None = None
     step_rewards: Float[Tensor, "N S"] | None = None
     step_groups: Int[Tensor, "N S"] | None = None
@@ -108,7 +109,7 @@ class Batch:
 
 ROW_FIELDS = (
     *("tokens", "valid", "mask", "segment", "prefix_id", "prefix_length", "temperature", "logp_sampler"),
-    *("logp_old", "unit", "logp_ref", "values", "returns", "observed", "teacher_logp"),
+    *("logp_old", "unit", "logp_ref", "values", "returns", "value_after", "observed", "teacher_logp"),
 )
 UNIT_FIELDS = ("groups", "rewards", "kind", "version", "stop", "step_rewards", "step_groups")
 

@@ -1,5 +1,6 @@
 """One update: weights before the cut, micro-batches, one optimiser step. And what was seen on the way."""
 
+import math
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,8 +13,11 @@ from postrl.enrich import forward_all, mode
 from postrl.errors import UserError
 from postrl.losses import kl_k3, log_ratio
 from postrl.method import Forward, Method, objective
-from postrl.packing import micro_batches
+from postrl.ranks import Ranks, gradient_sync, here
 from postrl.settings import Settings
+
+MATRICES = ("ratio", "weight", "logp_old", "logp")
+SUMS = ("tokens", "kl", "kl_reference", "entropy", "pushed", "clipped")
 
 
 @dataclass
@@ -37,6 +41,16 @@ class Seen:
 
     def __post_init__(self) -> None:
         self.logp = self.logp_old.clone()
+
+    def take(self, part: "Seen", rows: Tensor, loss: float, ranks: Ranks) -> float:
+        """Take over what the passes over some rows, in all processes, saw; returns their loss."""
+        for name in MATRICES:
+            getattr(self, name)[rows] = ranks.total(getattr(part, name))
+        figures = [loss, *(getattr(part, name) for name in SUMS)]
+        loss, *sums = ranks.total(torch.tensor(figures, dtype=torch.float64, device=ranks.device)).tolist()
+        for name, value in zip(SUMS, sums, strict=True):
+            setattr(self, name, getattr(self, name) + value)
+        return loss
 
 
 @dataclass(frozen=True)
@@ -76,23 +90,25 @@ def update(trainer: Trainer, batch: Batch, rows: Tensor, advantage: Tensor, rate
     for term, weight in zip(method.terms, weights, strict=True):
         _check_finite(method, f"weight of term {term.name!r}", weight, batch)
     trainer.optimizer.zero_grad(set_to_none=False)
-    loss = 0.0
+    loss, ranks, part = 0.0, here(trainer.accelerator.device), _nothing(batch)
     with mode(trainer.policy, True):
-        for index in micro_batches(batch, settings.token_budget, method.atom):
-            part = tuple(w[index] for w in weights)
-            loss += _pass(trainer, batch.rows(index), part, advantage[index], rows[index], seen)
-    norm = trainer.accelerator.clip_grad_norm_(_trained(trainer), settings.max_gradient_norm)
-    assert norm is not None  # only other backends answer None
-    if not bool(torch.isfinite(norm)):
+        for micro in ranks.passes(batch, settings.token_budget, method.atom):
+            index = micro.rows
+            parts = tuple(w[index] if micro.counts else torch.zeros_like(w[index]) for w in weights)
+            with gradient_sync(trainer.policy, micro.last):
+                loss += _pass(trainer, batch.rows(index), parts, advantage[index], index if micro.counts else None, part, ranks.world)
+    loss = seen.take(part, rows, loss, ranks)
+    norm = _clip(trainer)
+    if not math.isfinite(norm):
         raise UserError(
-            f"the gradient of an update is {float(norm)}: the run stops before it spoils the weights; "
+            f"the gradient of an update is {norm}: the run stops before it spoils the weights; "
             "resume from the last checkpoint with a lower learning_rate"
         )
     for group in trainer.optimizer.param_groups:
         group["lr"] = rate * group.get("scale", 1.0)  # `parameters` may scale a group, for example a critic
     trainer.optimizer.step()
     seen.losses.append(loss)
-    seen.gradient_norms.append(float(norm))
+    seen.gradient_norms.append(norm)
 
 
 def _note(seen: Seen, rows: Tensor, observed: Tensor) -> None:
@@ -109,8 +125,14 @@ def _check_finite(method: Method, what: str, value: Tensor, batch: Batch) -> Non
         )
 
 
-def _trained(trainer: Trainer) -> list[nn.Parameter]:
-    return [p for group in trainer.optimizer.param_groups for p in group["params"]]
+def _clip(trainer: Trainer) -> float:
+    """Each parameter group by its own norm, so that a critic's gradient cannot shrink the policy's; the norm of all."""
+    norms = []
+    for group in trainer.optimizer.param_groups:
+        norm = trainer.accelerator.clip_grad_norm_(group["params"], trainer.settings.max_gradient_norm)
+        assert norm is not None  # only other backends answer None
+        norms.append(float(norm))
+    return math.hypot(*norms)
 
 
 def _pass(

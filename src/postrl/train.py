@@ -73,9 +73,9 @@ def train(
     source(step) gives the rollouts of a step: on-policy collection or a dataset. reference is a frozen policy for
     `kl_coef`. evaluate() measures the policy; `before` is its answer for the untrained policy if that is known already.
     The first k of its pass@k decides which checkpoint is the best; chosen on the evaluation's own problems, that one's
-    score is the best of several and too high as an estimate: measure it again on other problems. states join the
-    checkpoint. parameters(policy) gives the optimiser's parameter groups, by default everything that requires a
-    gradient. describe goes into `run.json`.
+    score is the best of several and too high as an estimate: measure it again on other problems. states, and enrichers
+    that have one, join the checkpoint. parameters(policy) gives the optimiser's parameter groups, by default everything
+    that requires a gradient. describe goes into `run.json`.
     SIGINT and SIGTERM finish the step, save, and return status "interrupted".
 
     Raises UserError for options that cannot be right, a folder that holds another run, a damaged checkpoint, a full
@@ -100,7 +100,8 @@ def train(
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         # Absent and zero differ to AdamW: a run that resumes must not see absent where the first run saw zero.
         parameter.grad = torch.zeros_like(parameter)
-    everything = {"source": source, **(states or {})}
+    enrichers = {f"enrich/{number}": enricher for number, enricher in enumerate(enrich)}
+    everything = {"source": source, **enrichers, **(states or {})}
     stateful = {name: value for name, value in everything.items() if isinstance(value, Stateful)}
     saved = checkpoint.checkpoints(folder / "checkpoints")
     progress = checkpoint.restore(saved[-1], policy, optimizer, stateful) if resume and saved else Progress()

@@ -67,7 +67,8 @@ class Tabular(torch.nn.Module):
         if want - PARTS:
             raise ValueError(f"the tabular policy has no {', '.join(sorted(want - PARTS))}; it has entropy and logits")
         temperature = torch.where(batch.temperature > 0, batch.temperature, torch.ones_like(batch.temperature))
-        logits = self.table[self._context(batch)] / temperature[:, None, None].to(self.table.dtype)
+        rows = contexts(batch, self.table.shape[1], self.memory)
+        logits = self.table[rows] / temperature[:, None, None].to(self.table.dtype)
         logps = logits.log_softmax(-1)
         mask = batch.mask[:, :, None]
         sampled = torch.where(mask, batch.tokens[:, :, None], torch.zeros_like(batch.tokens[:, :, None]))
@@ -78,17 +79,6 @@ class Tabular(torch.nn.Module):
             entropy=entropy if "entropy" in want else None,
             logits=torch.where(mask, logits, torch.zeros_like(logits)) if "logits" in want else None,
         )
-
-    def _context(self, batch: Batch) -> Int[Tensor, "b t"]:
-        """Row of the table that column t is drawn from; 0 in padding."""
-        V, T = self.table.shape[1], batch.tokens.shape[1]
-        if torch.any(batch.valid & ((batch.tokens < 0) | (batch.tokens >= V))):
-            raise ValueError(f"a token outside the vocabulary of {V}: {batch.tokens[batch.valid].max()}")
-        digits = torch.where(batch.valid, batch.tokens + 1, torch.zeros_like(batch.tokens))
-        state = torch.zeros_like(digits)
-        for back in range(1, min(self.memory, T - 1) + 1):
-            state[:, back:] += digits[:, : T - back] * (V + 1) ** (back - 1)
-        return torch.where(batch.valid, state, torch.zeros_like(state))
 
     def state(self, tokens: Sequence[int]) -> int:
         """Row of the table that the token after `tokens` is drawn from."""
@@ -143,6 +133,18 @@ class Tabular(torch.nn.Module):
     def expectation(self, batch: Batch, value: Float[Tensor, "N"]) -> Float[Tensor, ""]:
         """E[value] under this policy over the units of `enumerate_sequences`; differentiable."""
         return (self.probability(batch) * value).sum()
+
+
+def contexts(batch: Batch, vocabulary: int, memory: int) -> Int[Tensor, "b t"]:
+    """Row of the table that column t is drawn from; 0 in padding. Raises ValueError for an unknown token."""
+    T = batch.tokens.shape[1]
+    if torch.any(batch.valid & ((batch.tokens < 0) | (batch.tokens >= vocabulary))):
+        raise ValueError(f"a token outside the vocabulary of {vocabulary}: {batch.tokens[batch.valid].max()}")
+    digits = torch.where(batch.valid, batch.tokens + 1, torch.zeros_like(batch.tokens))
+    state = torch.zeros_like(digits)
+    for back in range(1, min(memory, T - 1) + 1):
+        state[:, back:] += digits[:, : T - back] * (vocabulary + 1) ** (back - 1)
+    return torch.where(batch.valid, state, torch.zeros_like(state))
 
 
 @dataclass
