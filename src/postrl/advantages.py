@@ -32,39 +32,36 @@ def dense(group: Int[Tensor, "N"]) -> tuple[Int[Tensor, "N"], int]:
 class Groups:
     """Sums, means and extremes over groups of the units whose `x` is present; each answer is given per unit.
 
-    What is the same for a whole group is worked out on [J], one entry per group, and handed out once by `each`: groups
-    are few, and passes over all units are what a million of them wait for.
+    What is the same for a whole group is worked out once per group, [n], and handed out by `each`: passes over all
+    units are what a million of them wait for.
     """
 
     def __init__(self, x: Float[Tensor, "N"], group: Int[Tensor, "N"]):
+        self.x = x
         self.index, self.number = dense(group)
         missing = torch.isnan(x)
-        self.present = ~missing
         self.missing = missing if bool(missing.any()) else None
-        self.x = self.filled(x, 0.0)
-        self.sizes: Float[Tensor, "J"] = self.total(self.present.to(x.dtype))
+        # Missing units are counted in a group of their own, the last, which nobody reads.
+        self.place = self.index if self.missing is None else self.index.masked_fill(missing, self.number)
+        self.sizes: Float[Tensor, "n"] = self.total(torch.ones_like(x))
 
-    def filled(self, y: Float[Tensor, "N"], value: float) -> Float[Tensor, "N"]:
-        """y, but `value` for the units whose x is missing."""
-        return y if self.missing is None else y.masked_fill(self.missing, value)
+    def total(self, y: Float[Tensor, "N"]) -> Float[Tensor, "n"]:
+        """Sum of y over the present units of each group; what y is for the others does not matter."""
+        return y.new_zeros(self.number + 1).index_add_(0, self.place, y)[:-1]
 
-    def total(self, y: Float[Tensor, "N"]) -> Float[Tensor, "J"]:
-        """Sum of y over the present units of each group."""
-        return y.new_zeros(self.number).index_add(0, self.index, self.filled(y, 0.0))
-
-    def each(self, z: Shaped[Tensor, "J"]) -> Shaped[Tensor, "N"]:
+    def each(self, z: Shaped[Tensor, "n"]) -> Shaped[Tensor, "N"]:
         """Each unit's entry of what there is one of per group."""
         return z.index_select(0, self.index)
 
-    def means(self) -> Float[Tensor, "J"]:
+    def means(self) -> Float[Tensor, "n"]:
         return self.total(self.x) / self.sizes.clamp(min=1)
 
-    def spreads(self) -> Float[Tensor, "J"]:
+    def spreads(self) -> Float[Tensor, "n"]:
         """max − min of each group; −inf where nothing is present."""
-        top = self.x.new_full((self.number,), torch.inf)
-        low = top.scatter_reduce(0, self.index, self.filled(self.x, torch.inf), "amin")
-        high = (-top).scatter_reduce(0, self.index, self.filled(self.x, -torch.inf), "amax")
-        return high - low
+        top = self.x.new_full((self.number + 1,), torch.inf)
+        low = top.scatter_reduce(0, self.place, self.x, "amin")
+        high = (-top).scatter_reduce(0, self.place, self.x, "amax")
+        return (high - low)[:-1]
 
     @property
     def count(self) -> Float[Tensor, "N"]:
@@ -152,7 +149,34 @@ def _finish(groups: Groups, a: Tensor, singleton: Singleton, min_spread: float) 
     a = a.masked_fill(groups.each((groups.spreads() <= min_spread) | lone), 0.0)
     if singleton == "raw":
         a = torch.where(groups.each(lone), groups.x, a)
-    return groups.filled(a, 0.0)
+    return a if groups.missing is None else a.masked_fill(groups.missing, 0.0)
+
+
+def credit_per_reward(
+    batch: Batch,
+    *,
+    ddof: int = 1,
+    eps: float = 1e-6,
+    singleton: Singleton = "zero",
+    min_spread: float = MIN_SPREAD,
+    missing: Literal["exclude", "zero"] = "exclude",
+) -> Float[Tensor, "N _"]:
+    """w_k·A^k, where A^k is `zscored` of the reward component k alone, for each k of non-zero weight (GDPO, arXiv
+    2601.05242): a component counts by where it stands in its group, whatever the scale of the others.
+
+    missing="exclude": a unit that lacks one of the components leaves the statistics of all. "zero": it leaves those of
+    the component that it lacks, which gives it 0; it is missing only if it lacks all of them (TRL). The row of a
+    missing unit is NaN.
+    """
+    used = batch.reward_weights != 0
+    rewards, weights = batch.rewards[:, used], batch.reward_weights[used]
+    lost = torch.isnan(rewards)
+    gone = (lost.any(1) if missing == "exclude" else lost.all(1))[:, None]
+    rewards = rewards.masked_fill(gone, torch.nan)
+    credit = torch.zeros_like(rewards)
+    for k, column in enumerate(rewards.unbind(1)):
+        credit[:, k] = zscored(column, batch.group(), ddof=ddof, eps=eps, singleton=singleton, min_spread=min_spread)
+    return (weights * credit).masked_fill(gone, torch.nan)
 
 
 def unit_mean(x: Float[Tensor, "B T"], batch: Batch) -> Float[Tensor, "N"]:
@@ -160,16 +184,35 @@ def unit_mean(x: Float[Tensor, "B T"], batch: Batch) -> Float[Tensor, "N"]:
     return unit_sum(x, batch) / batch.lengths().clamp(min=1)
 
 
-def whitened(x: Float[Tensor, "B T"], batch: Batch, eps: float = 1e-8) -> Float[Tensor, "B T"]:
+def whitened(x: Float[Tensor, "B T"], batch: Batch, eps: float = 1e-8, shift_mean: bool = True) -> Float[Tensor, "B T"]:
     """(x − mean) / √(var + eps) over all sampled tokens of the batch (Bessel's variance); long units weigh more.
 
-    0 off the mask, and everywhere if fewer than two tokens were sampled.
+    shift_mean=False takes the mean to be 0 instead, in the variance as well: signs stay, and |x| still has size 1.
+    0 off the mask, and, with the mean, everywhere if fewer than two tokens were sampled.
     """
     number = batch.mask.sum()
     x = torch.where(batch.mask, x, torch.zeros_like(x))
-    deviation = torch.where(batch.mask, x - x.sum() / number.clamp(min=1), torch.zeros_like(x))
-    variance = deviation.square().sum() / (number - 1).clamp(min=1)
+    mean = x.sum() / number.clamp(min=1) if shift_mean else x.new_zeros(())
+    deviation = torch.where(batch.mask, x - mean, torch.zeros_like(x))
+    variance = deviation.square().sum() / (number - int(shift_mean)).clamp(min=1)
     return deviation * (variance + eps).rsqrt()
+
+
+def whitened_units(
+    x: Float[Tensor, "N"], eps: float = 1e-4, shift_mean: bool = True, min_spread: float = MIN_SPREAD
+) -> Float[Tensor, "N"]:
+    """(x − mean) / (std + eps) over the present units of the batch (Bessel's deviation); each unit counts once.
+
+    shift_mean=False as in `whitened`. Exactly 0 for missing units (NaN), and for all if none is further than min_spread
+    from the mean: what is left then is rounding.
+    """
+    missing = torch.isnan(x)
+    number = (~missing).sum()
+    mean = x.masked_fill(missing, 0.0).sum() / number.clamp(min=1) if shift_mean else x.new_zeros(())
+    deviation = (x - mean).masked_fill(missing, 0.0)
+    deviation = deviation.masked_fill((deviation.abs() <= min_spread).all(), 0.0)
+    variance = deviation.square().sum() / (number - int(shift_mean)).clamp(min=1)
+    return deviation / (variance.sqrt() + eps)
 
 
 def discounted_returns(rewards: Float[Tensor, "B T"], batch: Batch, gamma: float = 1.0) -> Float[Tensor, "B T"]:
