@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -66,11 +67,42 @@ class Rollout:
         return sum(len(t.tokens) for turns in self.contexts for t in turns if t.sampled)
 
 
+@runtime_checkable
+class Source(Protocol):
+    """What the loop asks for rollouts, once per step or more often. `state_dict` is plain JSON."""
+
+    def __call__(self, step: int) -> list[Rollout]: ...
+
+    def state_dict(self) -> dict[str, object]: ...
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None: ...
+
+
+def from_json(fields: Mapping[str, Any]) -> Rollout:
+    """`dataclasses.asdict` of a rollout, through JSON or not, back. Raises what its constructors raise."""
+    contexts = [[Turn(**turn) for turn in turns] for turns in fields["contexts"]]
+    rest = {name: value for name, value in fields.items() if name not in ("contexts", "kind", "stop")}
+    return Rollout(contexts=contexts, kind=Kind(fields["kind"]), stop=Stop(fields["stop"]), **rest)
+
+
+def to_json(rollout: Rollout, ascii: bool = False) -> str:
+    """One line of JSON."""
+    return json.dumps(asdict(rollout), ensure_ascii=ascii)
+
+
+def from_json(line: str | bytes) -> Rollout:
+    """What `to_json` gave. Raises AttributeError, KeyError, TypeError or ValueError for anything else."""
+    fields = json.loads(line)
+    contexts = [[Turn(**turn) for turn in turns] for turns in fields.pop("contexts")]
+    kind, stop = Kind(fields.pop("kind")), Stop(fields.pop("stop"))
+    return Rollout(contexts=contexts, kind=kind, stop=stop, **fields)
+
+
 def write_jsonl(path: Path, rollouts: Iterable[Rollout]) -> None:
     """One rollout per line."""
     with path.open("w", encoding="utf-8") as file:
         for rollout in rollouts:
-            file.write(json.dumps(asdict(rollout), ensure_ascii=False) + "\n")
+            file.write(to_json(rollout) + "\n")
 
 
 def read_jsonl(path: Path) -> list[Rollout]:
@@ -80,10 +112,7 @@ def read_jsonl(path: Path) -> list[Rollout]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                fields = json.loads(line)
-                contexts = [[Turn(**turn) for turn in turns] for turns in fields.pop("contexts")]
-                kind, stop = Kind(fields.pop("kind")), Stop(fields.pop("stop"))
-                rollouts.append(Rollout(contexts=contexts, kind=kind, stop=stop, **fields))
+                rollouts.append(from_json(json.loads(line)))
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise UserError(f"{path}, line {number}: not a rollout ({error})") from error
     return rollouts

@@ -6,7 +6,6 @@ A source is called once per step (again, if the loop refills) and can be saved a
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -15,17 +14,7 @@ from postrl.envs.base import Task, digest
 from postrl.errors import UserError
 from postrl.policies.base import Policy, Renderer, Sampler, Sampling
 from postrl.rollout import Rollout
-
-
-@runtime_checkable
-class Source(Protocol):
-    """What the loop asks for rollouts. `state_dict` is plain JSON."""
-
-    def __call__(self, step: int) -> list[Rollout]: ...
-
-    def state_dict(self) -> dict[str, object]: ...
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None: ...
+from postrl.rollout import Source as Source
 
 
 class OnPolicy:
