@@ -93,6 +93,7 @@ def record(mask: Tensor, old: Tensor | None = None, **fields) -> Batch:
         step_rewards=None,
         step_groups=None,
         teacher_logp=None,
+        value_after=None,
     )
 
 
