@@ -346,9 +346,7 @@ def ppo(
         """A of each sampled token of a row, by the sum over later one-step errors."""
         path = sampled[b] if gap == "carry" else list(range(sampled[b][0], sampled[b][-1] + 1)) if sampled[b] else []
         v = [old[b][t] if t in sampled[b] else 0.0 for t in path]
-        errors = [
-            (gamma * v[k + 1] if k + 1 < len(path) else r + gamma * after[b]) - v[k] for k in range(len(path))
-        ]
+        errors = [(gamma * v[k + 1] if k + 1 < len(path) else r + gamma * after[b]) - v[k] for k in range(len(path))]
         sums = [sum((gamma * lam) ** (j - k) * errors[j] for j in range(k, len(path))) for k in range(len(path))]
         return {t: a for t, a in zip(path, sums, strict=True) if t in sampled[b]}
 

@@ -26,6 +26,7 @@ def full(seed: int) -> Batch:
         values=rows,
         returns=rows + 0.1,
         observed=rows + 0.2,
+        value_after=rows[:, 0] + 0.3,
         step_rewards=steps.double(),
         step_groups=steps,
         teacher_logp=rows[:, :, None].repeat(1, 1, 4),

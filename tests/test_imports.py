@@ -1,6 +1,6 @@
 """The shape of the code base, read from its syntax: who may import whom, what is forbidden, how long things may be.
 
-    errors, files <- batch, rollout <- advantages, weights, losses, method, terms, packing, enrich, values
+    errors, files <- batch, rollout <- advantages, weights, losses, method, terms, packing, ranks, enrich, values
            <- policies, envs, rewards, probes
            <- papers <- train and its helpers <- study <- cli
 
@@ -26,7 +26,7 @@ SCRIPTS = [*FILES, *sorted((ROOT / "recipes").rglob("*.py")), *sorted((ROOT / "s
 
 KERNEL = (
     *("errors", "files", "batch", "rollout", "advantages", "weights", "losses", "method", "terms"),
-    *("packing", "enrich", "values"),
+    *("packing", "ranks", "enrich", "values"),
 )
 LEAVES = ("policies", "envs", "rewards", "probes")
 LEVELS = (KERNEL[:2], KERNEL[2:4], KERNEL[4:], LEAVES, ("papers", "adapters"), (), ("study",), ("cli",))
