@@ -89,15 +89,22 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def restore(
-    path: Path, policy: nn.Module, optimizer: torch.optim.Optimizer | None, states: Mapping[str, Stateful]
+    path: Path,
+    policy: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    states: Mapping[str, Stateful],
+    part: str = "",
 ) -> Progress:
     """Put a checkpoint back; also its thread count, which results depend on in the last bit.
+
+    part: `policy` is only that part of what was saved: the weights whose names begin so, without that beginning.
 
     Raises UserError naming the file that is missing, damaged or of another model.
     """
     progress, threads, stored = _read_state(path / "state.json", set(states))
     weights = trainable(policy)
-    saved = _load(path / "policy.safetensors")
+    everything = _load(path / "policy.safetensors")
+    saved = {name.removeprefix(part): tensor for name, tensor in everything.items() if name.startswith(part)}
     _match(path / "policy.safetensors", saved, weights)
     with torch.no_grad():
         for name, parameter in weights.items():

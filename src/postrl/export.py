@@ -70,9 +70,10 @@ def load_run(run: Path, which: Which = "last") -> tuple[Policy, Renderer]:
     assert isinstance(policy, nn.Module)
     # What was trained is what was saved: everything, some layers, or an adapter.
     trained = _names(path / "policy.safetensors")
+    part = "policy." if any(name.startswith("critic.") for name in trained) else ""  # beside a critic (ActorCritic)
     for name, parameter in policy.named_parameters():
-        parameter.requires_grad_(name in trained)
-    checkpoint.restore(path, policy, None, {})
+        parameter.requires_grad_(part + name in trained)
+    checkpoint.restore(path, policy, None, {}, part)
     return policy, renderer
 
 

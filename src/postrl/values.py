@@ -18,6 +18,7 @@ from postrl.batch import Batch
 from postrl.enrich import mode
 from postrl.errors import UserError
 from postrl.packing import micro_batches
+from postrl.ranks import here
 
 Critic = Callable[[Batch], Tensor]
 Missing = Literal["exclude", "zero"]
@@ -56,12 +57,14 @@ def given_values(batch: Batch) -> Float[Tensor, "B T"]:
 
 
 def with_values(critic: Critic, batch: Batch, token_budget: int) -> Batch:
-    """The batch with `values` by a no-grad pass of the critic in eval mode."""
-    values = torch.zeros_like(batch.logp_old)
+    """The batch with `values` by a no-grad pass of the critic in eval mode; each process runs its share."""
+    values, ranks = torch.zeros_like(batch.logp_old), here()
     with torch.no_grad(), mode(critic, False):  # pyright: ignore[reportArgumentType]
-        for index in micro_batches(batch, token_budget):
-            values[index] = critic(batch.rows(index)).to(values.dtype)
-    return replace(batch, values=values)
+        for micro in ranks.passes(batch, token_budget) if len(batch.unit) else ():
+            part = critic(batch.rows(micro.rows)).to(values.dtype)
+            if micro.counts:
+                values[micro.rows] = part
+    return replace(batch, values=ranks.total(values))
 
 
 def with_value_after(critic: Critic, batch: Batch, cut: Bool[Tensor, "N"], token_budget: int) -> Batch:
