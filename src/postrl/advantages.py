@@ -5,17 +5,19 @@ NaN is a missing reward: that unit leaves every statistic and gets 0. A group is
 may be ragged and interleaved. Nothing here casts or moves devices.
 """
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from postrl.batch import Batch, Kind, unit_sum
+from postrl.batch import Batch, Kind, spread, unit_sum
 from postrl.errors import UserError
 
 MIN_SPREAD = 1e-6
 Singleton = Literal["zero", "raw"]
+Whiten = Literal["response", "token"] | None
 
 
 def dense(group: Int[Tensor, "N"]) -> tuple[Int[Tensor, "N"], int]:
@@ -213,6 +215,21 @@ def whitened_units(
     deviation = deviation.masked_fill((deviation.abs() <= min_spread).all(), 0.0)
     variance = deviation.square().sum() / (number - int(shift_mean)).clamp(min=1)
     return deviation / (variance.sqrt() + eps)
+
+
+def spread_whitened(
+    a: Float[Tensor, "N"], batch: Batch, whiten: Whiten = "response", eps: float = 1e-4, shift_mean: bool = True
+) -> Float[Tensor, "B T"]:
+    """Credit of units (NaN = missing) -> each of their sampled tokens, whitened over the batch; 0 for missing units.
+
+    whiten="response": each unit counts once, over std + eps. "token": each token counts once, over √(var + eps²). None:
+    spread as it is.
+    """
+    if whiten == "token":
+        present = batch.mask & ~torch.isnan(a)[batch.unit][:, None]
+        return whitened(a[batch.unit][:, None].expand(present.shape), replace(batch, mask=present), eps**2, shift_mean)
+    a = whitened_units(a, eps, shift_mean) if whiten == "response" else a.masked_fill(torch.isnan(a), 0.0)
+    return spread(a, batch)
 
 
 def discounted_returns(rewards: Float[Tensor, "B T"], batch: Batch, gamma: float = 1.0) -> Float[Tensor, "B T"]:
