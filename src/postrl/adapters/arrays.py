@@ -1,0 +1,138 @@
+"""Arrays of other trainers -> Batch: prompts padded on the left, answers on the right, one row per unit."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from postrl.batch import Batch, Kind, Stop
+from postrl.errors import UserError
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """B answers of C columns to prompts of P columns. What a trainer does not know is None."""
+
+    prompt_ids: Int[Tensor, "B P"]  # padded on the left
+    prompt_mask: Bool[Tensor, "B P"]  # real token or padding
+    completion_ids: Int[Tensor, "B C"]  # padded on the right
+    completion_mask: Bool[Tensor, "B C"]  # real token or padding
+    sampled: Bool[Tensor, "B C"]  # written by the trained policy; tool output and padding are False
+    logp_old: Float[Tensor, "B C"] | None = None
+    logp_sampler: Float[Tensor, "B C"] | None = None
+    logp_ref: Float[Tensor, "B C"] | None = None
+
+    @property
+    def width(self) -> int:
+        """Columns of the rows that these make."""
+        return self.prompt_ids.shape[1] + self.completion_ids.shape[1]
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """What is known of N answers besides their tokens. rewards: raw, NaN = missing; reward_weights as in `Batch`."""
+
+    rewards: Float[Tensor, "N K"]
+    reward_weights: Float[Tensor, "K"]
+    reward_names: tuple[str, ...]
+    stop: Int[Tensor, "N"]
+    groupings: Mapping[str, Int[Tensor, "N"]]
+    step_rewards: Float[Tensor, "N S"] | None = None
+    step_groups: Int[Tensor, "N S"] | None = None
+
+
+def placed(x: Tensor, sampled: Bool[Tensor, "B C"], prompt_length: Int[Tensor, "B"], width: int) -> Tensor:
+    """[B, C] of answers -> [B, width] of rows: column c of an answer is column prompt_length + c. 0 off `sampled`."""
+    x = torch.where(sampled, x, torch.zeros_like(x))
+    column = prompt_length[:, None] + torch.arange(x.shape[1], device=x.device)
+    return x.new_zeros(len(x), width).scatter(1, column, x)
+
+
+def rows(answers: Answers) -> dict[str, Tensor]:
+    """The fields of `Batch` over rows, by name, padded on the right; `unit` and `prefix_id` are left to `batch`.
+
+    A turn is a run of sampled tokens; `segment` counts them. A log-probability that is not known is NaN on the sampled
+    tokens, so that a method which reads it is stopped and not misled; an unknown `logp_ref` is left out.
+    """
+    prompt_length = answers.prompt_mask.long().sum(1)
+    length = prompt_length + answers.completion_mask.long().sum(1)
+    column = torch.arange(answers.width, device=length.device)
+    ids = torch.cat([answers.prompt_ids, answers.completion_ids], 1)
+    shift = answers.prompt_ids.shape[1] - prompt_length
+    tokens = ids.gather(1, (column + shift[:, None]) % answers.width)
+    valid = column < length[:, None]
+    mask = placed(answers.sampled, answers.sampled, prompt_length, answers.width)
+    starts = mask & ~torch.cat([torch.zeros_like(mask[:, :1]), mask[:, :-1]], 1)
+    segment = torch.where(mask, starts.long().cumsum(1) - 1, -1).to(torch.int32)
+    found = {
+        "tokens": torch.where(valid, tokens, 0),
+        "valid": valid,
+        "mask": mask,
+        "segment": segment,
+        "prefix_length": prompt_length,
+    }
+    known = {"logp_old": answers.logp_old, "logp_sampler": answers.logp_sampler, "logp_ref": answers.logp_ref}
+    for name, value in known.items():
+        if value is not None:
+            found[name] = placed(value, answers.sampled, prompt_length, answers.width)
+        elif name != "logp_ref":
+            found[name] = torch.where(mask, torch.nan, torch.zeros(mask.shape, device=mask.device))
+    return found
+
+
+def batch(fields: Mapping[str, Tensor], scores: Scores, group_size: int, temperature: float, version: int) -> Batch:
+    """Rows of all processes, in their order, and their scores -> Batch. Every `group_size` units share a prompt.
+
+    Raises UserError if the number of units is no multiple of the group size.
+    """
+    units, device = len(fields["tokens"]), fields["tokens"].device
+    if units % group_size:
+        raise UserError(f"{units} answers are no whole groups of {group_size}; choose a batch that holds whole groups")
+    unit = torch.arange(units, device=device)
+    own = torch.arange(fields["tokens"].shape[1], device=device) < fields["prefix_length"][:, None]
+    prompts = torch.where(own, fields["tokens"], -1)
+    return Batch(
+        **fields,
+        unit=unit,
+        prefix_id=torch.unique(prompts, dim=0, return_inverse=True)[1],
+        temperature=torch.full((units,), temperature, device=device),
+        groups=torch.stack([unit // group_size, *scores.groupings.values()], 1),
+        group_names=("task", *scores.groupings),
+        rewards=scores.rewards,
+        reward_weights=scores.reward_weights,
+        reward_names=scores.reward_names,
+        kind=torch.full((units,), int(Kind.ROLLOUT), dtype=torch.int8, device=device),
+        version=torch.full((units,), version, dtype=torch.int64, device=device),
+        stop=scores.stop,
+        step_rewards=scores.step_rewards,
+        step_groups=scores.step_groups,
+    )
+
+
+def numbered(names: Sequence[Hashable], device: torch.device | None = None) -> Int[Tensor, "N"]:
+    """Names -> ids, in order of first appearance: equal names share one."""
+    ids: dict[Hashable, int] = {}
+    return torch.tensor([ids.setdefault(name, len(ids)) for name in names], dtype=torch.int64, device=device)
+
+
+def step_table(steps: Sequence[Sequence[float | None]], device: torch.device | None = None) -> Float[Tensor, "N S"]:
+    """Ragged rewards of turns -> [N, S], NaN where there is none."""
+    width = max((len(row) for row in steps), default=0)
+    table = [[torch.nan if x is None else float(x) for x in row] + [torch.nan] * (width - len(row)) for row in steps]
+    return torch.tensor(table, dtype=torch.float32, device=device).reshape(len(steps), width)
+
+
+def step_numbers(steps: Sequence[Sequence[Hashable]], device: torch.device | None = None) -> Int[Tensor, "N S"]:
+    """Ragged names of turns -> ids [N, S], shared by equal names of any unit; −1 where there is no turn."""
+    width = max((len(row) for row in steps), default=0)
+    ids: dict[Hashable, int] = {}
+    table = [[ids.setdefault(name, len(ids)) for name in row] + [-1] * (width - len(row)) for row in steps]
+    return torch.tensor(table, dtype=torch.int64, device=device).reshape(len(steps), width)
+
+
+def stopped(truncated: Sequence[bool], device: torch.device | None = None) -> Int[Tensor, "N"]:
+    """How each unit ended: by its own stop token, or at the length limit."""
+    ends = [int(Stop.TRUNCATED if cut else Stop.FINISHED) for cut in truncated]
+    return torch.tensor(ends, dtype=torch.int8, device=device)

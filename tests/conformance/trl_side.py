@@ -1,0 +1,138 @@
+"""A run of TRL's trainer, with or without our method, over the answers of a case, and what each update's gradient was.
+
+TRL is imported when a test asks for it: the import takes seconds.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from conformance.cases import GROUPS, SIZE, Answer, Case, Done
+from postrl.adapters.trl import trainer_class
+from postrl.method import Method
+from tiny_models import tiny_tokenizer
+
+
+@dataclass(frozen=True)
+class Run:
+    """updates: loss and gradient of each; minis: the units of each, where our trainer knows them; trainer: as it ended."""
+
+    updates: list[Done]
+    minis: list[list[int]]
+    trainer: Any
+
+
+class Watch(TrainerCallback):
+    """Copies the gradient before each optimiser step."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.gradients: list[dict[str, torch.Tensor]] = []
+        self.minis: list[list[int]] = []
+
+    def on_pre_optimizer_step(self, args, state, control, **rest) -> None:
+        named = self.trainer.model.named_parameters()
+        self.gradients.append({n: p.grad.clone() for n, p in named if p.grad is not None})
+        window = getattr(self.trainer, "_window", None)
+        self.minis.append([] if window is None else sorted(window.local.tolist()))
+
+
+def options(folder: Path, **changes: object) -> Any:
+    """GRPOConfig: two mini-batches of 8 rows and four passes each, twice; changes replace or add options."""
+    from trl import GRPOConfig
+
+    settings = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "steps_per_generation": 8,
+        "num_iterations": 2,
+        "num_generations": SIZE,
+        "max_completion_length": 8,
+        "max_steps": 4,
+        "learning_rate": 1.0,
+        "max_grad_norm": 0.0,
+        "lr_scheduler_type": "constant",
+        "shuffle_dataset": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "logging_strategy": "steps",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "reward_weights": [1.0, 0.5],
+    }
+    return GRPOConfig(**{**settings, **changes})
+
+
+def rollouts(case: Case, **extra: Callable[[Answer], object]) -> Callable:
+    """A `rollout_func` that gives the case's answers, whatever the model; extra: further columns for the rewards."""
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, list]:
+        units = [int(prompt) * SIZE + place % SIZE for place, prompt in enumerate(prompts)]
+        answers = [case.answers[unit] for unit in units]
+        return {
+            "prompt_ids": [list(case.prompts[unit // SIZE]) for unit in units],
+            "completion_ids": [list(a.tokens) for a in answers],
+            "logprobs": [list(a.logp) for a in answers],
+            "env_mask": [list(a.sampled) for a in answers],
+            "number": units,
+            **{name: [column(a) for a in answers] for name, column in extra.items()},
+        }
+
+    return rollout
+
+
+def rewards(case: Case) -> list[Callable]:
+    """Two reward functions that look the case's rewards up."""
+
+    def correct(number, **columns) -> list[float | None]:
+        return [case.answers[unit].rewards["correct"] for unit in number]
+
+    def form(number, **columns) -> list[float | None]:
+        return [case.answers[unit].rewards["form"] for unit in number]
+
+    return [correct, form]
+
+
+def train(
+    case: Case,
+    model: Path,
+    args: Any,
+    method: Method | None,
+    extra: dict[str, Callable[[Answer], object]] | None = None,
+    **rest: Any,
+) -> Run:
+    """Plain gradient descent by TRL's own loss (method None) or by ours."""
+    from transformers import AutoModelForCausalLM
+    from trl import GRPOTrainer
+
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    watch = Watch()
+    kind = GRPOTrainer if method is None else trainer_class()
+    optimizer = torch.optim.SGD(loaded.parameters(), lr=args.learning_rate)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    trainer = kind(
+        model=loaded,
+        reward_funcs=rewards(case),
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": [str(group) for group in range(GROUPS)]}),
+        processing_class=tiny_tokenizer(),
+        rollout_func=rollouts(case, **(extra or {})),
+        callbacks=[watch],
+        optimizers=(optimizer, scheduler),
+        **({} if method is None else {"method": method}),
+        **rest,
+    )
+    watch.trainer = trainer
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    updates = [Done(loss, gradient) for loss, gradient in zip(losses, watch.gradients, strict=True)]
+    return Run(updates, watch.minis, trainer)
