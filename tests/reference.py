@@ -381,6 +381,186 @@ def ppo(
     return result
 
 
+def exprl(
+    batch, logp, credit="process", single_segment="zero", clip_overflow=True, low=0.2, high=None, singleton="zero",
+    ddof=1, eps=1e-6, min_spread=1e-6,
+) -> Result:  # fmt: skip
+    units = answers(batch, logp)
+    rewards = [total(u, batch.reward_weights.tolist(), "exclude") for u in units]
+    over = [clip_overflow and stop == 1 for stop in batch.stop.tolist()]
+    where, given = steps_of(batch, units), batch.step_rewards.tolist()
+    scores: list[list[float] | None] = []  # of each segment; None: out of the loss
+    for n in range(len(units)):
+        length = max(where[n], default=-1) + 1
+        s = [0.0 if over[n] else (given[n][k] if k < len(given[n]) else math.nan) for k in range(length)]
+        scores.append(None if any(map(math.isnan, s)) or (rewards[n] is None and not over[n]) else s)
+    if credit == "outcome":
+        rewards = [0.0 if o else r for o, r in zip(over, rewards, strict=True)]
+        scores = [None if r is None else [] for r in rewards]
+        whole = over_group(units, rewards, standard_score(ddof, eps), singleton, min_spread)
+
+    def siblings(n):
+        return [s for u, s in zip(units, scores, strict=True) if u.group == units[n].group and s]
+
+    def step(n, k):
+        s = scores[n]
+        if s is None:
+            return 0.0
+        if credit == "outcome":
+            return whole[n]
+        t = where[n][k]
+        if credit == "end_norm":
+            return s[t] - s[-1] if t < len(s) - 1 else s[t]
+        if credit == "group_norm":
+            everything = [x for other in siblings(n) for x in other]
+            return s[t] - sum(everything) / len(everything)
+        if len(s) == 1 and single_segment == "raw":
+            return s[0]
+        if len(s) == 1 and single_segment == "group_mean":
+            ends = [other[-1] for other in siblings(n)]
+            return s[0] - sum(ends) / len(ends)
+        return s[0] - s[-1] if t == 0 else s[t] - s[t - 1]
+
+    tokens = sum(u.length for u, s in zip(units, scores, strict=True) if s is not None)
+    if high is None:
+        high = 0.28 if credit == "outcome" else 0.26
+    return per_token(
+        batch, units, step,
+        lambda n, k: 0.0 if scores[n] is None else 1 / tokens,
+        lambda u, k, a: surrogate(ratio(u, k), a, low, high),
+    )  # fmt: skip
+
+
+def clip_higher(batch, logp, low=0.2, high=0.28, **options) -> Result:
+    return grpo(batch, logp, low, high, **options)
+
+
+def masked_cispo(
+    batch, logp, low=0.2, high=0.3, floor=0.0, ceiling=1.45, count_empty=False, **statistics
+) -> Result:  # fmt: skip
+    units = answers(batch, logp)
+    n = counted(units, count_empty)
+
+    def token(u, k, a):
+        r = ratio(u, k)
+        if (a > 0 and r > 1 + high) or (a < 0 and r < 1 - low):
+            return 0.0, 0.0
+        held = min(max(r, floor), ceiling)
+        return -held * a * u.new[k], -held * a
+
+    return assemble(batch, units, credits_of(units, batch, **statistics), lambda u: 1 / (n * u.length), token)
+
+
+def acpo(
+    batch, logp, alpha=3.0, base=0.2, least=0.0, most=3.0, bins=5, bin_by=None, sigma="std", variant="paper", dual=3.0,
+    count_empty=False, **statistics,
+) -> Result:  # fmt: skip
+    units = answers(batch, logp)
+    n = counted(units, count_empty)
+    by_old = bin_by == "behaviour" or (bin_by is None and variant == "paper")
+
+    def place(u, k):
+        p = math.exp(u.old[k] if by_old else u.new[k])
+        return next((j for j in range(bins) if j / bins <= p < (j + 1) / bins), bins - 1)
+
+    def middle(x):
+        x = sorted(x)
+        return (x[(len(x) - 1) // 2] + x[len(x) // 2]) / 2
+
+    ratios = {}
+    for u in units:
+        for k in range(u.length):
+            ratios.setdefault(place(u, k), []).append(ratio(u, k))
+    width = {}
+    for j, inside in ratios.items():
+        mean = sum(inside) / len(inside)
+        spread = math.sqrt(sum((r - mean) ** 2 for r in inside) / len(inside))
+        if sigma == "robust":
+            spread = 1.4826 * middle([abs(r - middle(inside)) for r in inside])
+        width[j] = min(max(base + alpha * math.sqrt(spread**2 + 1e-8), least), most)
+
+    def token(u, k, a):
+        epsilon = width[place(u, k)]
+        return surrogate(ratio(u, k), a, epsilon, epsilon, dual)
+
+    return assemble(batch, units, credits_of(units, batch, **statistics), lambda u: 1 / (n * u.length), token)
+
+
+def per_reward(batch, units, singleton, min_spread, missing, ddof, eps) -> list[list[float] | None]:
+    """A^k of each unit, for the rewards with a weight; None for a unit that is missing."""
+    used = [k for k, w in enumerate(batch.reward_weights.tolist()) if w != 0]
+    rewards = [[u.rewards[k] for k in used] for u in units]
+    gone = [(any if missing == "exclude" else all)(r is None for r in row) for row in rewards]
+    score = standard_score(ddof, eps)
+    columns = []
+    for k in range(len(used)):
+        column = [None if g else row[k] for g, row in zip(gone, rewards, strict=True)]
+        columns.append(over_group(units, column, score, singleton, min_spread))
+    return [None if g else [column[n] for column in columns] for n, g in enumerate(gone)]
+
+
+def whitened_sums(units, sums: list[float | None], whiten, shift_mean, eps) -> list[float]:
+    """(S − mean) / deviation over responses or over tokens; 0 for None."""
+    counts = [0 if s is None else (u.length if whiten == "token" else 1) for u, s in zip(units, sums, strict=True)]
+    if whiten is None:
+        return [s or 0.0 for s in sums]
+    number = sum(counts)
+    mean = sum((s or 0.0) * c for s, c in zip(sums, counts, strict=True)) / max(1, number) if shift_mean else 0.0
+    far = [0.0 if s is None else s - mean for s in sums]
+    if whiten == "response" and all(abs(x) <= 1e-6 for x in far):
+        return [0.0] * len(far)
+    variance = sum(x * x * c for x, c in zip(far, counts, strict=True)) / max(1, number - (1 if shift_mean else 0))
+    scale = math.sqrt(variance + eps**2) if whiten == "token" else math.sqrt(variance) + eps
+    return [x / scale for x in far]
+
+
+def gdpo(
+    batch, logp, whiten="response", shift_mean=True, whiten_eps=1e-4, ddof=1, eps=1e-6, singleton="zero",
+    min_spread=1e-6, missing="exclude", low=0.2, high=0.2, dual=None, count_empty=False,
+) -> Result:  # fmt: skip
+    units = answers(batch, logp)
+    n, weights = counted(units, count_empty), [w for w in batch.reward_weights.tolist() if w != 0]
+    parts = per_reward(batch, units, singleton, min_spread, missing, ddof, eps)
+    sums = [None if p is None else sum(w * a for w, a in zip(weights, p, strict=True)) for p in parts]
+    credit = whitened_sums(units, sums, whiten, shift_mean, whiten_eps)
+    return assemble(
+        batch, units, credit, lambda u: 1 / (n * u.length), lambda u, k, a: surrogate(ratio(u, k), a, low, high, dual)
+    )
+
+
+def gd2po(
+    batch, logp, filter="hard", threshold=0.8, query_weight="loss", sign_eps=1e-3, whiten="response", shift_mean=True,
+    whiten_eps=1e-4, ddof=1, eps=1e-6, singleton="zero", min_spread=1e-6, missing="exclude", low=0.2, high=0.2,
+    dual=None, count_empty=False,
+) -> Result:  # fmt: skip
+    units = answers(batch, logp)
+    n, weights = counted(units, count_empty), [w for w in batch.reward_weights.tolist() if w != 0]
+    parts = per_reward(batch, units, singleton, min_spread, missing, ddof, eps)
+
+    def keeps(p) -> bool:
+        signs = {math.copysign(1, a * w) for a, w in zip(p, weights, strict=True) if abs(a) > sign_eps}
+        agreement = abs(sum(a * w for a, w in zip(p, weights, strict=True)))
+        size = sum(abs(a * w) for a, w in zip(p, weights, strict=True))
+        loud = filter == "snr" and len(signs) == 2 and agreement >= threshold * size
+        return filter is None or len(signs) < 2 or loud
+
+    kept = [p is not None and keeps(p) for p in parts]
+    rho = []
+    for u in units:
+        group = [k for v, p, k in zip(units, parts, kept, strict=True) if v.group == u.group and p is not None]
+        rho.append(1.0 if query_weight is None else sum(group) / len(group) if group else 0.0)
+    sums = []
+    for p, k, q in zip(parts, kept, rho, strict=True):
+        s = sum(w * a for w, a in zip(weights, p, strict=True)) if k else None
+        sums.append(q * s if k and query_weight == "pre_whiten" else s)
+    credit = whitened_sums(units, sums, whiten, shift_mean, whiten_eps)
+    if query_weight == "loss":
+        credit = [q * a for q, a in zip(rho, credit, strict=True)]
+    return assemble(
+        batch, units, credit, lambda u: 1 / (n * u.length), lambda u, k, a: surrogate(ratio(u, k), a, low, high, dual)
+    )
+
+
 # ---------------------------------------------------------------- comparison
 
 

@@ -175,7 +175,7 @@ def test_completion_is_the_last_sampled_text():
 
 
 def test_steps_that_answer_equal_observations_have_equal_numbers():
-    """The text counts, not the template's tokens around it; without text the tokens do. Several contexts share steps."""
+    """The text counts, not the template's tokens around it; without text the tokens do."""
 
     def turn(tokens, text=""):
         return Turn(list(tokens), False, text=text)
@@ -185,7 +185,9 @@ def test_steps_that_answer_equal_observations_have_equal_numbers():
 
     a = rollout()
     a.contexts = [[turn([1], "start"), said(5), turn([2], "kitchen"), said(6), turn([2], "start"), said(6)]]
-    b = replace(a, sample=1, contexts=[[turn([1], "start"), said(5), turn([3], "kitchen"), said(7)], [turn([4]), said(5)]])
+    b = replace(
+        a, sample=1, contexts=[[turn([1], "start"), said(5), turn([3], "kitchen"), said(7)], [turn([4]), said(5)]]
+    )
     c = replace(a, sample=2, contexts=[[turn([4]), said(5)], [turn([1], "start"), said(5), turn([4]), said(5)]])
     batch = collate([a, b, c])
     assert batch.step_groups is not None and batch.step_groups.tolist() == [[0, 1, 0], [0, 1, -1], [2, 2, -1]]

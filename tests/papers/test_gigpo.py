@@ -54,15 +54,13 @@ def test_by_hand():
     laws.equal(gigpo(gamma=0.5, omega=2.0).advantage(batch), [[1.0, 0.5], [-1.0, -0.5]])
     # ddof 1: episodes ±1/√2·…, state 7 the same numbers: (1/4)/(1/(2√2)) = 1/√2
     half = 2**-0.5
-    laws.equal(
-        gigpo(gamma=0.5, norm="mean_std_norm", eps=0.0).advantage(batch), [[2 * half, half], [-2 * half, -half]]
-    )
+    laws.equal(gigpo(gamma=0.5, norm="mean_std_norm", eps=0.0).advantage(batch), [[2 * half, half], [-2 * half, -half]])
 
 
 def test_who_is_alone():
     """A lone step has no step credit; a lone episode has none or its raw return; neither leaks into the other."""
     batch = episodes([1, 2, 2], [3.0, 1.0, 0.0], [[7, 8], [7, 7], [9, -1]], [[0.0, 3.0], [0.0, 1.0], [0.0, torch.nan]])
-    # Task 1 shares observation 7 with task 2, but tasks are apart. Task 2: the second visit of 7 is by the same episode.
+    # Task 1 shares observation 7 with task 2, but tasks are apart. In task 2 one episode visits 7 twice.
     zero, raw = (gigpo(gamma=0.5, singleton=s).advantage(batch) for s in ("zero", "raw"))
     laws.equal(zero, [[0.0, 0.0], [0.5 - 0.25, 0.5 + 0.25], [-0.5, 0.0]])
     laws.equal(raw, [[3.0, 3.0], [0.5 - 0.25, 0.5 + 0.25], [-0.5, 0.0]])

@@ -18,7 +18,7 @@ from postrl.papers.grpo import clip_loss
 from postrl.rollout import Rollout, Source, Turn
 
 PAPER = Paper(
-    title="ExpRL",
+    title="ExpRL: Exploratory RL for LLM Mid-Training",
     arxiv="2606.17024",
     status="text and released code read; vectors of the released trainer, matched where it does what the text says",
 )
@@ -52,8 +52,8 @@ def exprl(
     `.plus(reference_kl(1e-3))`. `judged` or the source `Judged` cut answers and fill `step_rewards`; for "outcome" s is
     the total reward. An answer with a verdict that could not be read (NaN) leaves every statistic and the loss.
 
-    single_segment: "process" of an answer with T = 1. "zero": Eq. 2 to the letter. "raw": s_1, as released, which favours
-        giving up the delimiter since s_1 ≥ 0. "group_mean": s_1 − the mean final score of the prompt's answers.
+    single_segment: "process" of an answer with T = 1. "zero": Eq. 2 to the letter. "raw": s_1, as released; s_1 ≥ 0
+        favours giving up the delimiter. "group_mean": s_1 − the mean final score of the prompt's answers.
     clip_overflow: an answer cut at a length limit has score 0 throughout (paper); False leaves it its scores.
     low, high: of the clip. None is the paper's high: 0.26, and 0.28 for "outcome".
     singleton, ddof, eps, min_spread: of "outcome", as in `grpo` (released: "raw", 1, 1e-6).

@@ -52,15 +52,16 @@ def gigpo(
         R_t = Σ_{k≥t} γ^{k−t} r_k;   A_S = (R_t − mean over the task's steps that answer the same observation) / F
         A = A_E + ω·A_S on every token of step t,   W = 1/Σ|o|,   l = −min(r·A, clip(r, 1−low, 1+high)·A)
 
-    Feng et al., arXiv 2505.10978 (Eq. 3 and 5–8). R(τ) is the batch's total reward and each episode counts once, however
-    long. Equal observations are found by `collate` (`step_groups`). The paper adds a KL penalty: `.plus(reference_kl(β))`.
+    Feng et al., arXiv 2505.10978 (Eq. 3 and 5–8). R(τ) is the batch's total reward and each episode counts once,
+    however long. Equal observations are found by `collate` (`step_groups`). The paper adds a KL penalty:
+    `.plus(reference_kl(β))`.
 
     omega: ω (paper: 1). gamma: γ of the step returns, in [0, 1].
     norm: F = 1 ("mean_norm", the default of the released function) or the standard deviation of the episodes and of the
         steps ("mean_std_norm", what its trainer passes).
     steps: where r_k comes from. "world": the steps' own rewards, absent ones 0. "outcome": the total reward at the last
         step and 0 before, for worlds that reward the end alone.
-    singleton: an episode without siblings gets 0, or its "raw" reward (released). A step that nobody shares gets A_S = 0.
+    singleton: an episode without siblings gets 0, or its "raw" reward (released). A step nobody shares gets A_S = 0.
     low, high, dual, ddof, eps, min_spread, missing: as in `grpo`.
 
     A unit that lacks a reward has no credit at all and leaves both statistics. Two visits of one episode to a state are
@@ -99,9 +100,7 @@ def anchor_groups(batch: Batch) -> Int[Tensor, "N S"]:
     return torch.where(batch.step_groups >= 0, task[:, None] * number + seen.reshape(batch.step_groups.shape), -1)
 
 
-def step_rewards(
-    batch: Batch, reward: Float[Tensor, "N"], steps: Literal["world", "outcome"]
-) -> Float[Tensor, "N S"]:
+def step_rewards(batch: Batch, reward: Float[Tensor, "N"], steps: Literal["world", "outcome"]) -> Float[Tensor, "N S"]:
     """r_k [N, S]: the world's, 0 where it gave none; or the unit's total reward at its last step, which is NaN if that
     reward is missing. Raises UserError if the world gives no step rewards."""
     if steps == "world":
