@@ -1,4 +1,4 @@
-"""The command line: `postrl train | eval | papers | report | export`.
+"""The command line: `postrl train | study | eval | papers | report | export`.
 
 Bad input ends in one sentence on standard error and exit code 2; an interrupt in 130. Any other exception is our bug
 and shows its traceback. What a subcommand alone needs is imported there, so that `postrl --help` answers at once.
@@ -27,6 +27,7 @@ DESCRIPTION = """Reinforcement-learning post-training of language models.
 
 $ postrl papers: the methods there are
 $ postrl train reasoning --method reco: train a small model (put --help after the name for all options)
+$ postrl study: the questions there are, and `postrl study NAME` to answer one
 $ postrl report runs/reasoning: one HTML file on what happened
 $ postrl eval runs/reasoning --task chain_sum: pass@k on held-out problems
 $ postrl export runs/reasoning my-model: a folder that transformers loads
@@ -45,6 +46,7 @@ Recipe = Annotated[
 ]
 Model = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
 Name = Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
+StudyName = Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
 Runs = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN …]")]
 Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
@@ -101,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             run_named(arguments[1], arguments[2:])
         else:
             tyro.extras.subcommand_cli_from_dict(
-                {"train": train, "eval": measure, "papers": papers, "report": report, "export": export},
+                {"train": train, "study": study, "eval": measure, "papers": papers, "report": report, "export": export},
                 prog="postrl",
                 description=DESCRIPTION,
                 args=arguments,
@@ -117,6 +119,53 @@ def run_named(name: str, options: Sequence[str]) -> None:
 def train(recipe: Recipe) -> None:
     """Train by a recipe. `postrl train RECIPE --help` shows that recipe's options."""
     run_named(recipe, [])
+
+
+def study(
+    name: StudyName = None,
+    quick: bool = False,
+    extended: bool = False,
+    seeds: tuple[int, ...] = (),
+    jobs: int = 0,
+    threads: int = 1,
+    executor: Literal["local", "ray"] = "local",
+    out: Path | None = None,
+    fresh: bool = False,
+) -> None:
+    """Answer a question by arms × seeds, or list the questions. What is missing is run; stop and go on at will.
+
+    Exit code 1 if a run crashed or what must fail did not (the instrument is broken), whatever the verdict else.
+
+    Args:
+        name: A study, or the path of its study.py. Without it the studies are listed.
+        quick: The small variant, under 4 minutes on two cores; it answers nothing and has results of its own.
+        extended: Also run what is exploratory: further arms, and seeds beyond those of the study.
+        seeds: Only these seeds for now.
+        jobs: Runs at a time; 0 is one for each processor.
+        threads: Processor threads of each run.
+        executor: Processes on this machine, or tasks of the Ray cluster in RAY_ADDRESS (else of a local one).
+        out: Folder of the results; by default runs/studies/NAME/full or …/quick.
+        fresh: Discard the results in `out` first. What was registered stays written down.
+    """
+    if name is None:
+        _list_studies()
+        return
+    from postrl.study.plan import Options
+    from postrl.study.runner import run_study
+
+    options = Options(quick, extended, seeds, jobs, threads, executor, out, fresh)
+    code = run_study(name, options)
+    if code:
+        sys.exit(code)
+
+
+def _list_studies() -> None:
+    from postrl.study import finding
+
+    for name, path in finding.studies().items():
+        print(f"{name}: {finding.load(path).summary}")
+    if not finding.studies():
+        print("no studies are installed; give the path of a study.py")
 
 
 def measure(

@@ -67,7 +67,7 @@ def render(runs: Sequence[Run]) -> str:
         data=script_json([asdict(figure) for figure in everything]),
         style=Markup((HERE / "page.css").read_text(encoding="utf-8")),
         scripts=[Markup(script) for script in scripts],
-        policy=_policy(scripts),
+        policy=security_policy(scripts),
     )
 
 
@@ -79,7 +79,8 @@ def script_json(value: object) -> Markup:
     return Markup(text)
 
 
-def _policy(scripts: Sequence[str]) -> str:
+def security_policy(scripts: Sequence[str]) -> str:
+    """Of a page that runs these scripts and nothing else."""
     hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     sources = " ".join(f"'sha256-{digest}'" for digest in hashes)
     return (

@@ -8,7 +8,8 @@ How to write a study: one file, studies/NAME/study.py, whose docstring's first l
     from dataclasses import dataclass
     from functools import partial
 
-    from postrl.study import Arm, Base, BaseContext, Budget, Context, Contrast, Figures, Metric, Quick, Study, pass_at, scalar
+    from postrl.study import Arm, Base, BaseContext, Budget, Context, Contrast, Figures, Metric, Quick, Study
+    from postrl.study import pass_at, scalar
 
 
     @dataclass(frozen=True)

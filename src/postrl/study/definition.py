@@ -1,4 +1,4 @@
-"""What a study's author writes: a question, arms, seeds, measurements, and what would answer it. Plain frozen records."""
+"""What a study's author writes: a question, arms, seeds, measurements, and what would answer it. Plain records."""
 
 import math
 import re
