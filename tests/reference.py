@@ -561,6 +561,80 @@ def gd2po(
     )
 
 
+def rft(batch, logp, correct=None, threshold=1.0) -> Result:
+    units = answers(batch, logp)
+    rewards = [total(u, batch.reward_weights.tolist(), "exclude") for u in units]
+    if correct is not None:
+        rewards = [u.rewards[batch.reward_names.index(correct)] for u in units]
+    good = [
+        1.0 if kind == 2 or (r is not None and r > threshold - 1e-6) else 0.0
+        for r, kind in zip(rewards, batch.kind.tolist(), strict=True)
+    ]
+    number = sum(g for g, u in zip(good, units, strict=True) if u.length)
+    return per_token(
+        batch, units,
+        lambda n, k: good[n],
+        lambda n, k: good[n] / number if number else 0.0,
+        lambda u, k, a: (-a * u.new[k], -a),
+    )  # fmt: skip
+
+
+def dpo(batch, logp, beta=0.1, kind="sigmoid", label_smoothing=0.0, length_normalised=False) -> Result:
+    """Each pair by itself: its loss, and what it gives to the tokens of its two answers."""
+    units = answers(batch, logp)
+    rewards = [total(u, batch.reward_weights.tolist(), "exclude") for u in units]
+    ref = batch.logp_ref.tolist()
+
+    def gain(u):
+        change = sum(new - ref[b][t] for new, (b, t) in zip(u.new, u.tokens, strict=True))
+        return change / u.length if length_normalised else change
+
+    def sigmoid(x):
+        return 1 / (1 + math.exp(-x))
+
+    def one(gap):
+        """Loss of a pair and its derivative with respect to the gap."""
+        if kind == "ipo":
+            return (gap - 1 / (2 * beta)) ** 2, 2 * (gap - 1 / (2 * beta))
+        e = label_smoothing
+        loss = -(1 - e) * math.log(sigmoid(beta * gap)) - e * math.log(sigmoid(-beta * gap))
+        return loss, -(1 - e) * beta * sigmoid(-beta * gap) + e * beta * sigmoid(beta * gap)
+
+    pairs = [
+        (i, j)
+        for i, a in enumerate(units)
+        for j, b in enumerate(units)
+        if a.group == b.group and a.length and b.length and None not in (rewards[i], rewards[j])
+        and rewards[i] > rewards[j] + 1e-6
+    ]  # fmt: skip
+    groups = {units[i].group: [p for p in pairs if units[p[0]].group == units[i].group] for i, _ in pairs}
+    slope, value = [0.0] * len(units), 0.0
+    for members in groups.values():
+        for i, j in members:
+            loss, d = one(gain(units[i]) - gain(units[j]))
+            value += loss / len(members) / len(groups)
+            for n, side in ((i, d), (j, -d)):
+                slope[n] += side / len(members) / len(groups) / (units[n].length if length_normalised else 1)
+
+    def paired(n):
+        return any(n in p for p in pairs)
+
+    def weight(n, k):
+        there = [u.length for m, u in enumerate(units) if paired(m) and u.group == units[n].group]
+        return 1 / (len(groups) * sum(there)) if paired(n) else 0.0
+
+    def credit(n, k):
+        members = groups.get(units[n].group, [])
+        return sum((n == i) - (n == j) for i, j in members) / len(members) if members else 0.0
+
+    result = per_token(batch, units, credit, weight, lambda u, k, a: (0.0, 0.0))
+    result.loss = value
+    for n, u in enumerate(units):
+        for b, t in u.tokens:
+            result.gradient[b][t] = slope[n]
+    return result
+
+
 # ---------------------------------------------------------------- comparison
 
 

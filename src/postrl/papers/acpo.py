@@ -95,7 +95,7 @@ def acpo(
 
 
 def classes(batch: Batch, now: Matrix, bins: int, bin_by: Literal["behaviour", "current"]) -> Int[Tensor, "b t"]:
-    """j of each sampled token, by its probability before the step or now; p = 1 is of the last class. 0 off the mask."""
+    """j of each sampled token, by its probability before the step or now; p = 1 is of the last class. 0 off mask."""
     p = on(batch.mask, batch.logp_old if bin_by == "behaviour" else now, fill=-torch.inf).exp()
     return (p * bins).long().clamp(max=bins - 1)
 

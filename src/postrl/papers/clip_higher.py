@@ -40,7 +40,7 @@ def clip_higher(
     """
     if not low <= min(1.0, high):
         raise UserError(
-            f"clip_higher: low={low} and high={high} are offsets from 1; give low at most 1 and at most high, as 0.2, 0.28"
+            f"clip_higher: low={low} and high={high} are offsets from 1; give low at most 1 and at most high"
         )
     plain = grpo(low, high, dual, ddof, eps, singleton, min_spread, missing, count_empty)
     return replace(plain, name="clip_higher")
