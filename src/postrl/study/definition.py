@@ -5,11 +5,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+
+import numpy as np
 
 from postrl.errors import UserError
-from postrl.evaluate import Evaluation
 from postrl.probes.passk import pass_at_k
+
+if TYPE_CHECKING:
+    from postrl.evaluate import Evaluation
 
 C = TypeVar("C")  # the study's configuration: a frozen dataclass of its author
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@+-]*")  # what may stand in a file's name everywhere
@@ -61,13 +65,11 @@ def per_problem(metric: str, items: Sequence[str], values: Sequence[float]) -> M
     return Measured(metric, tuple(map(float, values)), tuple(items))
 
 
-def pass_at(evaluation: Evaluation, ks: Sequence[int], prefix: str = "pass@") -> tuple[Measured, ...]:
+def pass_at(evaluation: "Evaluation", ks: Sequence[int], prefix: str = "pass@") -> tuple[Measured, ...]:
     """pass@k of an evaluation for each k, problem by problem, as metrics pass@1, pass@4, …
 
     Raises UserError if a problem has fewer scored samples than the largest k.
     """
-    import numpy as np
-
     scored, correct = np.array(evaluation.scored), np.array(evaluation.correct)
     return tuple(
         per_problem(f"{prefix}{k}", evaluation.items, [float(p) for p in pass_at_k(scored, correct, k)]) for k in ks

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 import postrl
 from postrl.files import whole_folder, write_json
@@ -53,9 +52,11 @@ def do(job: Job) -> None:
     """Load the study and do the job. Chance that does not come from the context's seed is fixed as well."""
     random.seed(job.seed)
     np.random.seed(job.seed)
-    torch.manual_seed(job.seed)
-    torch.set_num_threads(job.threads)
     study = load(job.study).study
+    torch = sys.modules.get("torch")  # a study that does without need not wait seconds for it
+    if torch is not None:
+        torch.manual_seed(job.seed)
+        torch.set_num_threads(job.threads)
     config = study.config if job.variant == "full" else study.quick.config
     began, cpu = time.monotonic(), time.process_time()
     bases = {name: Path(folder) for name, folder in job.bases.items()}
