@@ -179,10 +179,13 @@ def over_cases(check: Callable[[Case], None], examples: int = 20, dtype: torch.d
 
 def update(method: Method, batch: Batch, now: dict[str, Tensor], pieces: Sequence[Tensor] | None = None) -> Update:
     """One update's loss and gradient, accumulated over `pieces` (indices of rows; None: all rows at once)."""
-    if method.observe is not None:
-        batch = replace(batch, observed=method.observe(batch, now["logp"]))
+    batch = with_observed(method, batch, now)
     advantage, weights = method.advantage(batch), tuple(term.weight(batch) for term in method.terms)
     return accumulate(method, batch, now, advantage, weights, pieces)
+
+
+def with_observed(method: Method, batch: Batch, now: dict[str, Tensor]) -> Batch:
+    return batch if method.observe is None else replace(batch, observed=method.observe(batch, now["logp"]))
 
 
 def accumulate(method, batch, now, advantage, weights, pieces=None, scale: float = 1.0) -> Update:
@@ -276,9 +279,7 @@ def world_size(method: Method, case: Case) -> None:
         gathered = permuted(case.batch, rows, units)
         now = {name: part[rows] for name, part in case.now.items()}
         full = update(method, gathered, now)
-        ranks, observed = [], gathered
-        if method.observe is not None:
-            observed = replace(gathered, observed=method.observe(gathered, now["logp"]))
+        ranks, observed = [], with_observed(method, gathered, now)
         for rank in range(world):
             mine = torch.nonzero(unit_rank[units[gathered.unit]] == rank).squeeze(1)
             done = accumulate(method, observed, now, full.advantage, full.weights, [mine] if len(mine) else [], world)
@@ -305,6 +306,7 @@ def poison(method: Method, case: Case) -> None:
     got = update(method, batch, now)
     near(torch.where(off, 0, got.advantage), torch.where(off, 0, clean.advantage), "advantage")
     same(got, clean)
+    batch = with_observed(method, batch, now)
     same(accumulate(method, batch, now, spoil(got.advantage), got.weights), clean)
 
 
