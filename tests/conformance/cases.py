@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from postrl.batch import Batch
+from postrl.batch import Batch, Stop
 from postrl.enrich import forward_all, reference_logp
 from postrl.method import Method
 from postrl.optimise import Seen, Trainer, update
@@ -18,7 +18,7 @@ from postrl.policies.hf import HuggingFacePolicy
 from postrl.rollout import Rollout, Turn, collate
 from postrl.settings import Settings
 
-GROUPS, SIZE, VOCABULARY = 4, 4, 259
+GROUPS, SIZE, VOCABULARY, EOS = 4, 4, 259, 257
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class Case:
                 reward_weights={"correct": 1.0, "form": 0.5},
                 step_rewards=answer.steps,
                 groups={"answer": answer.tokens[0] % 3},
+                stop=Stop.FINISHED if answer.tokens[-1] == EOS else Stop.TRUNCATED,
             )
             for unit, answer in enumerate(self.answers)
         ]
@@ -83,6 +84,8 @@ def make_case(seed: int, missing: float = 0.2, gaps: bool = True) -> Case:
         elif rng.random() < missing / 3:
             correct = None
         tokens, logp = rng.integers(1, VOCABULARY - 3, length).tolist(), (-rng.exponential(2.0, length)).tolist()
+        if rng.random() < 0.5:
+            tokens[-1] = EOS
         steps = rng.integers(0, 3, turns).astype(float).tolist()
         answers.append(Answer(tokens, sampled, logp, {"correct": correct, "form": form}, steps))
     return Case(prompts, answers)

@@ -12,15 +12,21 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from conformance.cases import GROUPS, SIZE, Answer, Case, Done
+from conformance.cases import GROUPS, SIZE, Case, Done
 from postrl.adapters.trl import trainer_class
+from postrl.adapters.trl_rows import Extras
 from postrl.method import Method
 from tiny_models import tiny_tokenizer
+
+EXTRAS = Extras(
+    groupings={"answer": lambda completion_ids, **columns: [ids[0] % 3 for ids in completion_ids]},
+    step_rewards=lambda steps, **columns: steps,
+)
 
 
 @dataclass(frozen=True)
 class Run:
-    """updates: loss and gradient of each; minis: the units of each, where our trainer knows them; trainer: as it ended."""
+    """updates: loss and gradient of each; minis: the units of each, by our trainer; trainer: as it ended."""
 
     updates: list[Done]
     minis: list[list[int]]
@@ -72,8 +78,8 @@ def options(folder: Path, **changes: object) -> Any:
     return GRPOConfig(**{**settings, **changes})
 
 
-def rollouts(case: Case, **extra: Callable[[Answer], object]) -> Callable:
-    """A `rollout_func` that gives the case's answers, whatever the model; extra: further columns for the rewards."""
+def rollouts(case: Case) -> Callable:
+    """A `rollout_func` that gives the case's answers, whatever the model."""
 
     def rollout(prompts: list[str], trainer: Any) -> dict[str, list]:
         units = [int(prompt) * SIZE + place % SIZE for place, prompt in enumerate(prompts)]
@@ -84,7 +90,7 @@ def rollouts(case: Case, **extra: Callable[[Answer], object]) -> Callable:
             "logprobs": [list(a.logp) for a in answers],
             "env_mask": [list(a.sampled) for a in answers],
             "number": units,
-            **{name: [column(a) for a in answers] for name, column in extra.items()},
+            "steps": [list(a.steps) for a in answers],
         }
 
     return rollout
@@ -107,7 +113,6 @@ def train(
     model: Path,
     args: Any,
     method: Method | None,
-    extra: dict[str, Callable[[Answer], object]] | None = None,
     **rest: Any,
 ) -> Run:
     """Plain gradient descent by TRL's own loss (method None) or by ours."""
@@ -125,10 +130,10 @@ def train(
         args=args,
         train_dataset=Dataset.from_dict({"prompt": [str(group) for group in range(GROUPS)]}),
         processing_class=tiny_tokenizer(),
-        rollout_func=rollouts(case, **(extra or {})),
+        rollout_func=rollouts(case),
         callbacks=[watch],
         optimizers=(optimizer, scheduler),
-        **({} if method is None else {"method": method}),
+        **({} if method is None else {"method": method, "extras": EXTRAS}),
         **rest,
     )
     watch.trainer = trainer

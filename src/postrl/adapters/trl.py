@@ -6,7 +6,7 @@ token losses. `docs/trl.md` says how to use it, `trl_checks.support` what it can
 """
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +22,12 @@ from postrl.adapters.trl_checks import (
     check_method,
     check_names,
     check_options,
+    check_rewards,
     check_seams,
     check_unpatched,
     checked,
-    one_each,
 )
-from postrl.adapters.trl_rows import Rows, answers_of, filled, taken
+from postrl.adapters.trl_rows import Extras, Rows, answers_of, filled, scores_of, taken
 from postrl.advantages import unit_mean
 from postrl.batch import Batch
 from postrl.errors import UserError
@@ -78,10 +78,8 @@ class Piece:
 class MethodSteps(Base):
     """The steps of a GRPOTrainer that a method takes over; `MethodTrainer` is this joined to TRL's class.
 
-    method: what to train by. groupings: further groupings of the answers by name, step_rewards and step_groups: what
-    there is per turn. Each is a function called like a TRL reward function, with keywords only (prompts, completions,
-    completion_ids, every column), that returns one value per answer: a hashable name, or a list with one number or name
-    per turn. Everything else is GRPOTrainer's, in the same order.
+    method: what to train by. extras: groupings, and what there is per step, for methods that read them. Everything else
+    is GRPOTrainer's, in the same order.
 
     Raises UserError for a method, an option or a combination that cannot be right; see docs/trl.md.
     """
@@ -94,17 +92,14 @@ class MethodSteps(Base):
         train_dataset: Any = None,
         *,
         method: Method,
-        groupings: Mapping[str, Callable[..., Sequence[Hashable]]] | None = None,
-        step_rewards: Callable[..., Sequence[Sequence[float | None]]] | None = None,
-        step_groups: Callable[..., Sequence[Sequence[Hashable]]] | None = None,
+        extras: Extras | None = None,
         **rest: Any,
     ) -> None:
-        self.groupings = dict(groupings or {})
-        self.steps = {"step_rewards": step_rewards, "step_groups": step_groups}
-        check_method(method, [name for name, function in self.steps.items() if function is not None])
+        self.extras = Extras() if extras is None else extras
+        check_method(method, self.extras.step_rewards is not None)
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         if rest.get("rollout_func") is None:  # which may add columns of its own
-            check_columns([*functions, *self.groupings.values(), *self.steps.values()], train_dataset)
+            check_columns([*functions, *self.extras.functions()], train_dataset)
         self.method, beta = method, 0.0
         if args is not None:
             beta = args.beta
@@ -120,7 +115,6 @@ class MethodSteps(Base):
         ]
         self._generation: Generation | None = None
         self._window: Window | None = None
-        self._scores: arrays.Scores | None = None
         self._name, self._paper = f"postrl {method.name}", _paper(method.name)  # of the model card
 
     def _check_model(self) -> None:
@@ -138,45 +132,37 @@ class MethodSteps(Base):
         self, inputs: list[dict], prompts: list, completions: list, completion_ids_list: list
     ) -> Tensor:
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        for column, name in enumerate(self.reward_func_names):
-            if torch.isinf(rewards[:, column]).any():
-                raise UserError(f"reward {name!r} gave an infinite value: return a number, or None for a missing one")
+        check_rewards(rewards, self.reward_func_names)
         known = {key: [row[key] for row in inputs] for key in inputs[0] if key not in ("prompt", "completion")}
         known |= {"prompts": prompts, "completions": completions, "completion_ids": completion_ids_list}
         if self.environments is not None:
             known["environments"] = self.environments
         ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
-        cut = self._everywhere([not ids or ids[-1] not in ends for ids in completion_ids_list])
-        device, steps = rewards.device, {}
-        for name, function in self.steps.items():
-            if function is not None:
-                given = self._everywhere(one_each(name, function(**known), len(prompts)))
-                table = arrays.step_table if name == "step_rewards" else arrays.step_numbers
-                steps[name] = table(given, device)
-        named = {name: one_each(name, function(**known), len(prompts)) for name, function in self.groupings.items()}
-        self._scores = arrays.Scores(
-            rewards=rewards,
-            reward_weights=self.reward_weights.to(device),
-            reward_names=tuple(self.reward_func_names),
-            stop=arrays.stopped(cut, device),
-            groupings={name: arrays.numbered(self._everywhere(values), device) for name, values in named.items()},
-            **steps,
-        )
+        names, weights = self.reward_func_names, self.reward_weights
+        self._scores = scores_of(self.extras, rewards, weights, names, ends, known, self._everywhere)
+        self._steps = None if self.extras.steps is None else self.extras.steps(**known)
         return rewards
 
     def _collect(self, inputs: list[dict]) -> Generation:
+        """Sampling and scoring by TRL, then credit on the answers of all processes."""
         found = self._generate_and_score_completions(inputs)
         if "pixel_values" in found:
             raise UserError("MethodTrainer carries text only, but the data set has images")
         old = found.get("old_per_token_logps")
         if old is None and "logp_old" in self.method.needs:
             old = found["old_per_token_logps"] = self._present_logp(found)
-        fields = {name: self._gathered(value) for name, value in arrays.rows(answers_of(found)).items()}
+        if self._steps is not None:
+            shape = found["completion_ids"].shape
+            found["steps"] = arrays.step_columns(self._steps, shape, found["completion_ids"].device)
+        answers = answers_of(found)
+        fields = {name: self._gathered(value) for name, value in arrays.rows(answers).items()}
         for name in ("valid", "mask"):
             fields[name] = fields[name].bool()
-        scores, training = self._scores, self.model.training
-        assert scores is not None  # set while TRL scored these answers
-        group = self.num_generations if training else self.num_generations_eval
+        scores = self._scores
+        if scores.step_groups is None and "step_groups" in self.method.needs:
+            heard = self._everywhere(arrays.observations(answers))
+            scores = replace(scores, step_groups=arrays.step_numbers(heard, fields["tokens"].device))
+        group = self.num_generations if self.model.training else self.num_generations_eval
         batch = arrays.batch(fields, scores, group, self.temperature, self.state.global_step)
         method, keep = self.method, torch.ones(batch.size, dtype=torch.bool, device=batch.unit.device)
         if method.keep is not None:

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -65,8 +65,8 @@ def support(method: Method) -> Support:
         return Refused(f"it needs {parts[0]}, which TRL's forward pass does not give")
     if method.keep is not None:
         return Variant("refill=0", "units that `keep` leaves out are dropped and not replaced: TRL samples no more")
-    if steps := sorted(method.needs & {"step_rewards", "step_groups"}):
-        return Full(f"give the trainer {' and '.join(f'{name}=' for name in steps)}")
+    if "step_rewards" in method.needs:
+        return Full("give the trainer Extras(step_rewards=...)")
     if method.atom == "group":
         return Full("per_device_train_batch_size holds whole groups")
     return Full()
@@ -77,19 +77,18 @@ def matrix() -> dict[str, Support]:
     return {name: support(build(name)) for name in sorted(methods())}
 
 
-def check_method(method: Method, given: Iterable[str]) -> None:
-    """Raises UserError for what is no method, or one that TRL cannot carry. given: fields that functions fill."""
+def check_method(method: Method, step_rewards: bool) -> None:
+    """Raises UserError for what is no method, or one that TRL cannot carry. step_rewards: a function gives them."""
     if not isinstance(method, Method):
         example = "postrl.papers.method('reco')"
         raise UserError(f"method={method!r} is no method; build one, for example {example}: {', '.join(methods())}")
     found = support(method)
     if isinstance(found, Refused):
         raise UserError(f"method {method.name} cannot run in TRL: {found.reason}; use `postrl train`")
-    for name in ("step_rewards", "step_groups"):
-        if name in method.needs and name not in given:
-            raise UserError(
-                f"method {method.name} needs {name}: give the trainer {name}=, a function as docs/trl.md says"
-            )
+    if "step_rewards" in method.needs and not step_rewards:
+        raise UserError(
+            f"method {method.name} needs rewards of steps: give the trainer extras=Extras(step_rewards=...)"
+        )
     filled = {"logp_old", "logp_ref", "entropy", "step_rewards", "step_groups", "logp_sampler"}
     if other := sorted(method.needs - filled):
         raise UserError(f"method {method.name} needs {other[0]}, which the TRL adapter cannot fill; use `postrl train`")
@@ -203,10 +202,11 @@ def check_finite(method: Method, what: str, value: Tensor, batch: Batch) -> None
         )
 
 
-def one_each(name: str, values: Sequence, number: int) -> Sequence:
-    if len(values) != number:
-        raise UserError(f"function {name!r} returned {len(values)} values for {number} answers; return one for each")
-    return values
+def check_rewards(rewards: Tensor, names: Sequence[str]) -> None:
+    """Raises UserError naming the reward [N, K] that is infinite somewhere; NaN is a missing one."""
+    for column, name in enumerate(names):
+        if torch.isinf(rewards[:, column]).any():
+            raise UserError(f"reward {name!r} gave an infinite value: return a number, or None for a missing one")
 
 
 def checked(function: Any, name: str) -> Any:
