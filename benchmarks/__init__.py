@@ -1,0 +1,1 @@
+"""Speed and memory, side by side with the tools people would otherwise use: `make bench`."""
