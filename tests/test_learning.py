@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from copy_run import LETTERS, SAMPLING, Copying, letters_policy, overlap, run
-from postrl.papers import methods
+from postrl.papers import method, methods
+from postrl.policies.critic import ActorCritic, TabularCritic, Values
 from postrl.policies.tabular import Tabular
 
 STEPS, UPDATES = 50, 4  # 200 updates: the stated number
@@ -29,7 +30,9 @@ def chance_of_right(policy: Tabular) -> float:
 def learn(name: str, folder: Path, shuffle: bool) -> float:
     policy = letters_policy()
     source = Copying(policy, groups=LETTERS**2, size=8, shuffle=shuffle)
-    run(folder, name, policy, source, steps=STEPS, updates=UPDATES, checkpoint_every=1000)
+    model = ActorCritic(policy, TabularCritic.zeros(policy)) if "values" in method(name).needs else policy
+    rest = {"enrich": [Values(model)]} if isinstance(model, ActorCritic) else {}
+    run(folder, name, model, source, rest=rest, steps=STEPS, updates=UPDATES, checkpoint_every=1000)
     return chance_of_right(policy)
 
 
