@@ -36,12 +36,12 @@ def dpo(
         ipo       L = (Δ − 1/(2β))²
         l = L of the token's group;   W = 1/(#groups with a pair · sampled tokens of the group's paired answers)
 
-    Rafailov et al., arXiv 2305.18290; IPO: Azar et al., arXiv 2310.12036. An update's loss is the mean of L over groups;
-    a micro-batch never cuts one. In a group of two the answer with the greater total reward is o⁺; `pair` makes such
-    groups. In a larger one L is the mean over all pairs of unequal reward, so that groups sampled on policy serve too.
+    Rafailov et al., arXiv 2305.18290; IPO: Azar et al., arXiv 2310.12036. An update's loss is the mean of L over
+    groups; a micro-batch never cuts one. In a group of two the answer with the greater total reward is o⁺; `pair` makes
+    such groups. In a larger one L is the mean over all pairs of unequal reward, so that groups sampled on policy serve.
     Answers that are missing their reward, or have no token, are in no pair.
 
-    beta: β, strength of the tie to π_ref (paper: 0.1). kind: see above; IPO's Δ stays finite where preferences are sure.
+    beta: β, strength of the tie to π_ref (paper: 0.1). kind: see above; IPO bounds Δ where preferences are sure.
     label_smoothing: ε, the share of labels taken to be wrong, in [0, 0.5); sigmoid only.
     length_normalised: h is the mean over an answer's tokens instead of the sum, so that length alone makes no margin.
 
@@ -86,12 +86,13 @@ def dpo(
     return Method("dpo", standing, (policy,), figures=figures, atom="group", needs=needs, exempt=exempt)
 
 
-def preferences(batch: Batch) -> tuple[Int[Tensor, "P"], Int[Tensor, "P"]]:
+def preferences(batch: Batch) -> tuple[Int[Tensor, " P"], Int[Tensor, " P"]]:
     """(better unit, worse unit) of every pair: two answers of one group, unequal in total reward, neither empty."""
     reward = torch.where(batch.lengths() > 0, total_reward(batch), torch.nan)
     group = batch.group()
     better = (group[:, None] == group[None]) & (reward[:, None] > reward[None] + MIN_SPREAD)
-    return tuple(better.nonzero().unbind(1))
+    pairs = better.nonzero()
+    return pairs[:, 0], pairs[:, 1]
 
 
 def implicit_reward(batch: Batch, logp: Float[Tensor, "B T"], length_normalised: bool = False) -> Float[Tensor, "N"]:
@@ -127,7 +128,7 @@ def group_mean_weight(batch: Batch) -> Float[Tensor, "B T"]:
     return spread(share, batch)
 
 
-def _tally(units: Int[Tensor, "P"], index: Int[Tensor, "N"], number: int) -> Int[Tensor, "_"]:
+def _tally(units: Int[Tensor, " P"], index: Int[Tensor, "N"], number: int) -> Int[Tensor, " _"]:
     """How often each value of `index` is met at `units`."""
     return torch.bincount(index[units], minlength=number)
 

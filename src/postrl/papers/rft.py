@@ -1,11 +1,10 @@
-"""RFT: sample, keep what is right, imitate it; the baseline without push-down that reinforcement learning is held to."""
+"""RFT: sample, keep what is right, imitate it: the baseline without push-down that RL is held to."""
 
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
-import torch
 from jaxtyping import Bool
 from torch import Tensor
 
