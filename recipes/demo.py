@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from postrl.cli import run_recipe, use_threads
+from postrl.compute import compute_dtype
 from postrl.envs.base import Task
 from postrl.evaluate import Evaluation
 from postrl.files import read_json, write_json
@@ -80,7 +81,7 @@ def evaluation_before(config: reasoning.Config, task: Task, path: Path, console:
         return Evaluation.from_json(read_json(path, "an evaluation"))
     use_threads(config.threads)
     console.print(f"evaluating {config.model} before training")
-    policy, renderer = load_policy(config.model)
+    policy, renderer = load_policy(config.model, compute_dtype=compute_dtype(config.compute_dtype))
     evaluation = reasoning.measure(config, policy, renderer, task)
     write_json(path, evaluation.to_json())
     return evaluation

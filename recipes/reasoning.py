@@ -13,6 +13,7 @@ from typing import Literal
 
 from postrl import papers
 from postrl.cli import Options, run_recipe, use_threads
+from postrl.compute import compute_dtype, name_of
 from postrl.display import Display
 from postrl.envs.base import Task
 from postrl.envs.reasoning import ReasoningTask
@@ -66,6 +67,11 @@ class Config:
     """Longest completion."""
     lora_rank: int = 0
     """Train a LoRA adapter of this rank instead of all weights; 0 trains all weights."""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the matrix products; weights stay in float32. auto: bfloat16 where it is measured to be much faster.
+    A resumed run goes on with what it began with."""
+    recompute: bool = False
+    """Keep fewer activations for the backward pass and compute them again: less memory, more time."""
     threads: int = 2
     """Processor threads. More than there are cores is slower, and so is sharing them with another busy program."""
     measure: Measure = field(default_factory=Measure)
@@ -95,7 +101,10 @@ def main(config: Config, task: Task | None = None, before: Evaluation | None = N
     method = make_method(config.method, config.options, config.max_tokens)
     task = make_task(config) if task is None else task
     lora = LoRA(rank=config.lora_rank, alpha=2.0 * config.lora_rank) if config.lora_rank else None
-    policy, renderer = load_policy(config.model, lora=lora, seed=config.train.seed)
+    compute = compute_dtype(config.compute_dtype, config.out if config.resume else None)
+    policy, renderer = load_policy(
+        config.model, lora=lora, compute_dtype=compute, recompute=config.recompute, seed=config.train.seed
+    )
     source = OnPolicy(
         task,
         policy,
@@ -106,8 +115,8 @@ def main(config: Config, task: Task | None = None, before: Evaluation | None = N
         seed=config.train.seed,
         answer=lambda rollout: EXTRACTIONS[config.extract](rollout.completion),
     )
-    reference = load_policy(config.model)[0] if config.train.kl_coef else None
-    describe = asdict(config)
+    reference = load_policy(config.model, compute_dtype=compute)[0] if config.train.kl_coef else None
+    describe = {**asdict(config), "compute_dtype": name_of(compute)}
     for name in ("train", "out", "resume"):
         del describe[name]
     return train(

@@ -7,6 +7,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from postrl import checkpoint
+from postrl.compute import recorded_dtype
 from postrl.errors import UserError
 from postrl.files import read_json, whole_folder
 from postrl.policies.base import Policy, Renderer
@@ -66,7 +67,7 @@ def load_run(run: Path, which: Which = "last") -> tuple[Policy, Renderer]:
     if not isinstance(rank, int) or rank < 0:
         raise UserError(f"{run / 'run.json'} is damaged: lora_rank is {rank!r}")
     lora = LoRA(rank=rank, alpha=2.0 * rank) if rank else None  # the scale does not follow from the tensors
-    policy, renderer = load_policy(told["model"], lora=lora)
+    policy, renderer = load_policy(told["model"], lora=lora, compute_dtype=recorded_dtype(run))
     assert isinstance(policy, nn.Module)
     # What was trained is what was saved: everything, some layers, or an adapter.
     trained = _names(path / "policy.safetensors")

@@ -362,3 +362,17 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "nonsense"}', encoding="utf-8")
     with pytest.raises(UserError, match=r"config\.json"):
         HuggingFacePolicy.load(folder)
+
+
+def test_bfloat16_products_of_float32_weights() -> None:
+    """By autocast, in training and sampling alike: near float32, not equal to it, with gradients in float32."""
+    policy, batch = llama(), collate(ragged_rollouts(0))
+    exact = policy(batch, frozenset({"entropy"})).logp.detach()
+    policy.compute_dtype = torch.bfloat16
+    out = policy(batch, frozenset({"entropy"}))
+    out.logp.sum().backward()
+    assert out.logp.dtype == torch.float32 and all(p.grad.dtype == torch.float32 for p in policy.parameters())
+    assert 1e-5 < (out.logp - exact).abs().max() < 0.1
+    groups = sample(policy.sampler(), [[1, 2], [3, 4, 5]], 2, Sampling(max_tokens=4), seed=0)
+    policy.compute_dtype = None
+    assert sample(policy.sampler(), [[1, 2], [3, 4, 5]], 2, Sampling(max_tokens=4), seed=0) != groups

@@ -34,11 +34,13 @@ class HuggingFacePolicy(nn.Module):
     """A causal language model of transformers behind the policy seam.
 
     Dropout is off, in training too: a policy must give the same log-probability twice. Only an adapter's own dropout
-    follows `train()`. Raises UserError if the model is not causal.
+    follows `train()`. compute_dtype: of the matrix products (autocast), if not the weights' own type. Raises UserError
+    if the model is not causal.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, compute_dtype: torch.dtype | None = None) -> None:
         super().__init__()
+        self.compute_dtype = compute_dtype
         self.model: nn.Module = model
         self.accepts = frozenset(inspect.signature(model.forward).parameters)
         self.interventions: Changes = NONE
@@ -46,7 +48,7 @@ class HuggingFacePolicy(nn.Module):
         self.eval()
 
     @classmethod
-    def load(cls, folder: Path, dtype: torch.dtype = torch.float32) -> Self:
+    def load(cls, folder: Path, dtype: torch.dtype = torch.float32, compute_dtype: torch.dtype | None = None) -> Self:
         """A Hugging Face folder with safetensors. Raises UserError naming what is missing, damaged or not causal."""
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -71,7 +73,7 @@ class HuggingFacePolicy(nn.Module):
         if wrong := sorted(report["missing_keys"]) or [str(key) for key in report["mismatched_keys"]]:
             raise UserError(f"the weights in {folder} do not fit its config.json: {wrong[0]} is missing or has another "
                             "shape; restore them from the original model")  # fmt: skip
-        return cls(model)
+        return cls(model, compute_dtype)
 
     def with_lora(self, lora: LoRA, seed: int = 0) -> Self:
         """Freeze the weights and train an adapter. Raises UserError without peft, or for targets the model has not."""
@@ -151,7 +153,7 @@ class HuggingFacePolicy(nn.Module):
         row, column = batch.mask.nonzero(as_tuple=True)
         temperature = torch.where(batch.temperature == 0, 1.0, batch.temperature)[row]
         targets = batch.tokens[row, column]
-        with self._hooked(batch):
+        with self._hooked(batch), self.products():
             hidden, logits = self._predictions(batch.tokens, row, column, want)
         if logits is not None:
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature[:, None].to(logits.dtype)
@@ -160,7 +162,9 @@ class HuggingFacePolicy(nn.Module):
             entropy = -(logs.exp() * logs).sum(-1) if "entropy" in want else None
         else:
             assert hidden is not None
-            logp, entropy = head(hidden, self._head_weight(), targets, temperature, "entropy" in want)
+            logp, entropy = head(
+                hidden, self._head_weight(), targets, temperature, "entropy" in want, self.compute_dtype
+            )
 
         def grid(x: Tensor | None) -> Tensor | None:
             return None if x is None else x.new_zeros(*batch.tokens.shape, *x.shape[1:]).index_put((row, column), x)
@@ -187,7 +191,11 @@ class HuggingFacePolicy(nn.Module):
         if (at & ~batch.valid).any():
             raise ValueError("a masked token is padding: `at` must lie within `valid`")
         readers = [Reader(layer) for layer in layers]
-        with self.with_interventions(*(reader.intervention for reader in readers)), self._hooked(batch):
+        with (
+            self.with_interventions(*(reader.intervention for reader in readers)),
+            self._hooked(batch),
+            self.products(),
+        ):
             self.causal.base_model(input_ids=batch.tokens, use_cache=False)
         return torch.stack([reader.passes[0][0][at[batch.valid]] for reader in readers])
 
@@ -206,6 +214,12 @@ class HuggingFacePolicy(nn.Module):
         """A Hugging Face folder, or a PEFT folder if only an adapter is trained."""
         folder.mkdir(parents=True, exist_ok=True)
         self.model.save_pretrained(folder)  # pyright: ignore
+
+    def products(self) -> AbstractContextManager[object]:
+        """Inside, matrix products have `compute_dtype`."""
+        weight = next(self.parameters())
+        product = self.compute_dtype or weight.dtype
+        return torch.autocast(weight.device.type, dtype=product, enabled=product != weight.dtype)
 
     def _head_weight(self) -> Tensor:
         embeddings = self.causal.get_output_embeddings()

@@ -234,7 +234,7 @@ class _Running:
             options["position_ids"] = positions
         if "logits_to_keep" in self.policy.accepts:
             options["logits_to_keep"] = 1
-        with self._hooked(tokens, positions) if self.changes else nullcontext():
+        with self._hooked(tokens, positions) if self.changes else nullcontext(), self.policy.products():
             out = self.policy.causal(input_ids=tokens, **options)
         self.cache = out[self.cache_name] if self.cache_name else None
         return out.logits[:, -1]

@@ -62,6 +62,8 @@ def load_policy(
     renderer: Literal["chat", "plain"] = "chat",
     lora: LoRA | None = None,
     dtype: torch.dtype = torch.float32,
+    compute_dtype: torch.dtype | None = None,
+    recompute: bool = False,
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> tuple[Policy, Renderer]:
@@ -72,6 +74,8 @@ def load_policy(
     lora: train an adapter instead of the weights; `seed` draws its first values. A folder with an adapter
         (adapter_config.json) is loaded onto its base model and goes on training that adapter.
     dtype: of the weights, which are also the optimiser's master weights.
+    compute_dtype: of the matrix products, if not the weights' own type.
+    recompute: of the decoder: less memory in training, for about a third more time.
     Raises UserError as `resolve` does, or if the model cannot be read, run or rendered.
     """
     folder = resolve(name)
@@ -81,8 +85,15 @@ def load_policy(
         raise UserError(f"{folder} already is an adapter; leave the option lora out to train it further")
     if engine == "auto":
         engine = "decoder" if _decoder_runs(base) else "hf"
-    load = _load_decoder if engine == "decoder" else _load_hf
-    return load(base, adapter, lora, dtype, torch.device(device), seed), text
+    if engine == "decoder":
+        decoder = Decoder.load(base, dtype, compute_dtype, recompute).to(torch.device(device))
+        return _adapted_decoder(decoder, base, adapter, lora, seed), text
+    if recompute:
+        raise UserError("option recompute is the decoder's: engine 'hf' has no such thing")
+    policy = HuggingFacePolicy.load(base, dtype, compute_dtype).to(torch.device(device))
+    if adapter is not None:
+        return policy.with_adapter(adapter), text
+    return (policy if lora is None else policy.with_lora(lora, seed)), text
 
 
 def cache() -> Path:
@@ -219,19 +230,7 @@ def _decoder_runs(folder: Path) -> bool:
     return True
 
 
-def _load_decoder(
-    base: Path, adapter: Path | None, lora: LoRA | None, dtype: torch.dtype, device: torch.device, seed: int
-) -> Policy:
-    decoder = Decoder.load(base, dtype=dtype).to(device)
+def _adapted_decoder(decoder: Decoder, base: Path, adapter: Path | None, lora: LoRA | None, seed: int) -> Policy:
     if adapter is not None:
         return LoRADecoder.load(adapter, decoder, base)
     return decoder if lora is None else LoRADecoder(decoder, lora, base, seed)
-
-
-def _load_hf(
-    base: Path, adapter: Path | None, lora: LoRA | None, dtype: torch.dtype, device: torch.device, seed: int
-) -> Policy:
-    policy = HuggingFacePolicy.load(base, dtype=dtype).to(device)
-    if adapter is not None:
-        return policy.with_adapter(adapter)
-    return policy if lora is None else policy.with_lora(lora, seed)
