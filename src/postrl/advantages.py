@@ -197,7 +197,7 @@ def whitened(x: Float[Tensor, "B T"], batch: Batch, eps: float = 1e-8, shift_mea
     mean = x.sum() / number.clamp(min=1) if shift_mean else x.new_zeros(())
     deviation = torch.where(batch.mask, x - mean, torch.zeros_like(x))
     variance = deviation.square().sum() / (number - int(shift_mean)).clamp(min=1)
-    return deviation * (variance + eps).rsqrt()
+    return deviation * (variance + eps).clamp(min=torch.finfo(x.dtype).tiny).rsqrt()
 
 
 def whitened_units(
@@ -212,9 +212,9 @@ def whitened_units(
     number = (~missing).sum()
     mean = x.masked_fill(missing, 0.0).sum() / number.clamp(min=1) if shift_mean else x.new_zeros(())
     deviation = (x - mean).masked_fill(missing, 0.0)
-    deviation = deviation.masked_fill((deviation.abs() <= min_spread).all(), 0.0)
     variance = deviation.square().sum() / (number - int(shift_mean)).clamp(min=1)
-    return deviation / (variance.sqrt() + eps)
+    flat = (deviation.abs() <= min_spread).all()
+    return (deviation / (variance.sqrt() + eps)).masked_fill(flat, 0.0)
 
 
 def spread_whitened(

@@ -42,8 +42,9 @@ def gdpo(
 
     whiten: "response" counts each answer once (the paper, the authors' TRL patch, TRL). "token" counts each token, so
         that long answers weigh more, over √(var + whiten_eps²) (the authors' verl patch, verl). None leaves S.
-    shift_mean: the paper's form moves the mean as well, which gives an answer of a constant group, with S = 0, credit
-        that its rewards do not speak for. False scales only, by √(mean S²).
+    shift_mean: subtract the mean (the paper). Over responses it is 0 already, each group's S adding up to 0, unless
+        singleton="raw"; over tokens it is not, and then an answer of a constant group, S = 0, gets credit that its
+        rewards do not speak for. False scales only, by √(mean S²).
     whiten_eps: TRL's 1e-4; as a variance verl's 1e-8.
     ddof, eps: of each reward's deviation. verl: 1, 1e-6. TRL: 1, 1e-4.
     singleton, min_spread: as in `grpo`, for each reward. verl: "raw".
