@@ -14,9 +14,16 @@ from postrl.papers.grpo import grpo
 
 OPTIONS = [
     {"bin_by": "current", "alpha": 1.0, "least": 0.05, "most": 0.5},
-    {"sigma": "robust", "bins": 3, "dual": None, "missing": "zero"},
+    {"sigma": "robust", "bins": 3, "dual": None},
     {"variant": "released"},
-    {"variant": "released", "bin_by": "behaviour", "sigma": "robust", "bins": 8, "count_empty": True},
+    {
+        "variant": "released",
+        "bin_by": "behaviour",
+        "sigma": "robust",
+        "bins": 8,
+        "count_empty": True,
+        "missing": "zero",
+    },
 ]
 
 
