@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from postrl.errors import UserError
 from postrl.files import read_json, whole_folder, write_json
@@ -58,13 +59,18 @@ def save(
     optimizer: torch.optim.Optimizer,
     states: Mapping[str, object],
     progress: Progress,
+    first: bool = True,
 ) -> Path:
     """Write `folder/step_…` and forget checkpoints that are neither among the last two nor the best.
 
-    states: a `snapshot`, by name.
+    states: a `snapshot`, by name. All processes of a run call this, to bring sharded moments together; the first
+    writes.
     """
     weights = trainable(policy)
     path = folder / f"step_{progress.step:06d}"
+    moments = _moments(optimizer, keep=first)
+    if not first:
+        return path
     state = {
         "format": FORMAT,
         "progress": vars(progress),
@@ -74,7 +80,7 @@ def save(
     }
     with whole_folder(path) as beside:
         save_file({n: p.detach().contiguous() for n, p in weights.items()}, beside / "policy.safetensors")
-        save_file(_moments(optimizer), beside / "optimizer.safetensors")
+        save_file(moments, beside / "optimizer.safetensors")
         write_json(beside / "state.json", state)
     for old in checkpoints(folder)[:-2]:
         if progress.best_step is None or old.name != f"step_{progress.best_step:06d}":
@@ -149,9 +155,15 @@ def _match(path: Path, saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
         raise UserError(f"{path} belongs to another model: {len(wrong)} tensors differ, the first is {wrong[0]!r}")
 
 
-def _moments(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    state = optimizer.state_dict()["state"]
-    return {f"{index}.{name}": t.contiguous() for index, entry in state.items() for name, t in entry.items()}
+def _moments(optimizer: torch.optim.Optimizer, keep: bool) -> dict[str, Tensor]:
+    """Whole moments. Where they are sharded, every process takes part, but only those that `keep` hold the result."""
+    moments = {}
+    for index, entry in optimizer.state_dict()["state"].items():
+        for name, value in entry.items():
+            whole = value.full_tensor().cpu() if isinstance(value, DTensor) else value
+            if keep:
+                moments[f"{index}.{name}"] = whole.contiguous()
+    return moments
 
 
 def _restore_moments(path: Path, optimizer: torch.optim.Optimizer) -> None:
@@ -162,5 +174,8 @@ def _restore_moments(path: Path, optimizer: torch.optim.Optimizer) -> None:
         known = index.isdecimal() and int(index) < len(parameters) and name != ""
         if not known or (value.dim() and value.shape != parameters[int(index)].shape):
             raise UserError(f"{path} belongs to another run: {key!r} is no moment of the weights trained here")
+        like = parameters[int(index)]
+        if value.dim() and isinstance(like, DTensor):
+            value = distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
         state.setdefault(int(index), {})[name] = value
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

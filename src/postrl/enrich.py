@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from postrl.batch import Batch
 from postrl.method import Forward
-from postrl.packing import micro_batches
+from postrl.ranks import here
 
 Reader = Callable[[Batch, frozenset[str]], Forward]  # of a policy, all that is needed here
 
@@ -33,19 +33,23 @@ def mode(policy: Reader, training: bool) -> Iterator[None]:
 def forward_all(policy: Reader, batch: Batch, token_budget: int, want: frozenset[str] = frozenset()) -> Forward:
     """The policy's forward pass over every row, without gradients and in eval mode; [B, T, ...] in the batch's order.
 
-    It runs in micro-batches. `want` names further parts of `Forward`; "logits" and "hidden" are kept for all rows at
-    once, so ask for them only on small batches. Raises ValueError if the policy leaves out a wanted part, or the batch
-    has no rows.
+    It runs in micro-batches, each process its share. `want` names further parts of `Forward`; "logits" and "hidden" are
+    kept for all rows at once, so ask for them only on small batches. Raises ValueError if the policy leaves out a
+    wanted part, or the batch has no rows.
     """
     whole: dict[str, Tensor] = {}
+    ranks = here()
     with torch.no_grad(), mode(policy, False):
-        for index in micro_batches(batch, token_budget):
-            part = policy(batch.rows(index), want)
+        for micro in ranks.passes(batch, token_budget) if len(batch.unit) else ():
+            part = policy(batch.rows(micro.rows), want)
             for name in ("logp", *sorted(want)):
                 value = _part(part, name)
                 if name not in whole:
                     whole[name] = value.new_zeros(len(batch.unit), *value.shape[1:])
-                whole[name][index] = value
+                if micro.counts:
+                    whole[name][micro.rows] = value
+    for value in whole.values():
+        ranks.total(value)
     if "logp" not in whole:
         raise ValueError("a forward pass over a batch without rows")
     return Forward(**whole)

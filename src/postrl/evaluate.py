@@ -14,6 +14,7 @@ from postrl.errors import UserError
 from postrl.policies.base import Policy, Renderer, Sampler, Sampling
 from postrl.probes.diversity import answer_entropy, distinct, distinct_n
 from postrl.probes.passk import bootstrap_interval, pass_at_k
+from postrl.ranks import here
 from postrl.rollout import Rollout
 from postrl.source import fit
 
@@ -93,7 +94,9 @@ def evaluate(
     correct: the reward component that is 1 for a solved problem. answer: what counts as the answer for the figures of
     diversity. sampler: of this policy, if there is one already (it is refreshed); else a new one. Random numbers depend
     on seed, problem and sample only, so two policies are compared with the same ones. A split with fewer problems is
-    used whole. Raises UserError for a k above n, an empty split or a component that the task does not have.
+    used whole.
+    Where torch.distributed is in use, every process calls this and samples its share of the problems. Raises UserError
+    for a k above n, an empty split or a component that the task does not have.
     """
     if not ks or min(ks) < 1 or max(ks) > n:
         raise UserError(f"ks={list(ks)} must lie between 1 and n={n}, the samples per problem; raise n or drop some k")
@@ -106,8 +109,9 @@ def evaluate(
         sampler = policy.sampler()
     else:
         sampler.refresh()
-    places = [(index, sample) for index in range(count) for sample in range(n)]
-    rollouts = collect(
+    ranks = here()
+    places = [(index, sample) for index in range(count)[ranks.rank :: ranks.world] for sample in range(n)]
+    mine = collect(
         sampler,
         renderer,
         [task.environment(split, index) for index, _ in places],
@@ -116,6 +120,7 @@ def evaluate(
         task.rubric,
         fit(Limits(max_turns=task.max_turns) if limits is None else limits, policy),
     )
+    rollouts = ranks.share(mine)
     groups = [rollouts[i : i + n] for i in range(0, len(rollouts), n)]
     return _summary(groups, task.name, split, seed, ks, correct, answer, examples)
 

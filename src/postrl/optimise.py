@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from postrl.advantages import truncated_importance
 from postrl.batch import Batch
@@ -13,7 +14,8 @@ from postrl.enrich import forward_all, mode
 from postrl.errors import UserError
 from postrl.losses import kl_k3, log_ratio
 from postrl.method import Forward, Method, objective
-from postrl.ranks import Ranks, gradient_sync, here
+from postrl.parallel import gradient_sync
+from postrl.ranks import Pass, Ranks, here
 from postrl.settings import Settings
 
 MATRICES = ("ratio", "weight", "logp_old", "logp")
@@ -80,8 +82,9 @@ def update(trainer: Trainer, batch: Batch, rows: Tensor, advantage: Tensor, rate
     if method.observe is not None:
         now = forward_all(trainer.policy, batch, settings.token_budget, frozenset()).logp
         batch = replace(batch, logp_old=now) if trainer.free_old else batch
-        batch = replace(batch, observed=method.observe(batch, now))
-        _note(seen, rows, batch.observed)
+        observed = method.observe(batch, now)
+        batch = replace(batch, observed=observed)
+        _note(seen, rows, observed)
     _check_finite(method, "advantage", advantage, batch)
     if len(method.terms) == 1 and not bool((advantage != 0).any()):
         seen.skipped += 1
@@ -90,13 +93,14 @@ def update(trainer: Trainer, batch: Batch, rows: Tensor, advantage: Tensor, rate
     for term, weight in zip(method.terms, weights, strict=True):
         _check_finite(method, f"weight of term {term.name!r}", weight, batch)
     trainer.optimizer.zero_grad(set_to_none=False)
-    loss, ranks, part = 0.0, here(trainer.accelerator.device), _nothing(batch)
+    loss, ranks = 0.0, here()
+    part = Seen(torch.zeros_like(batch.logp_old), torch.zeros_like(batch.logp_old), torch.zeros_like(batch.logp_old))
     with mode(trainer.policy, True):
         for micro in ranks.passes(batch, settings.token_budget, method.atom):
             index = micro.rows
             parts = tuple(w[index] if micro.counts else torch.zeros_like(w[index]) for w in weights)
             with gradient_sync(trainer.policy, micro.last):
-                loss += _pass(trainer, batch.rows(index), parts, advantage[index], index if micro.counts else None, part, ranks.world)
+                loss += _pass(trainer, batch.rows(index), parts, advantage[index], micro, part)
     loss = seen.take(part, rows, loss, ranks)
     norm = _clip(trainer)
     if not math.isfinite(norm):
@@ -131,12 +135,12 @@ def _clip(trainer: Trainer) -> float:
     for group in trainer.optimizer.param_groups:
         norm = trainer.accelerator.clip_grad_norm_(group["params"], trainer.settings.max_gradient_norm)
         assert norm is not None  # only other backends answer None
-        norms.append(float(norm))
+        norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
     return math.hypot(*norms)
 
 
 def _pass(
-    trainer: Trainer, batch: Batch, weights: tuple[Tensor, ...], advantage: Tensor, rows: Tensor, seen: Seen
+    trainer: Trainer, batch: Batch, weights: tuple[Tensor, ...], advantage: Tensor, micro: Pass, part: Seen
 ) -> float:
     """Forward and backward of one micro-batch; returns its part of the update's loss."""
     out = trainer.policy(batch, trainer.wanted)
@@ -149,11 +153,12 @@ def _pass(
     first, others = replace(method, terms=method.terms[:1]), replace(method, terms=method.terms[1:])
     alone = objective(first, batch, out, weights[:1], advantage)
     loss = alone + objective(others, batch, out, weights[1:], advantage)
-    if not loss.requires_grad:  # no sampled token among these rows
-        return 0.0
     push = _push(alone, out.logp)
-    trainer.accelerator.backward(loss)
-    _look(batch, out, push, weights, advantage, rows, seen)
+    if loss.requires_grad:  # else no sampled token is among these rows
+        # Processes average their gradients, but W has counted everything once: here they must add up.
+        trainer.accelerator.backward(loss * here().world)
+    if micro.counts:
+        _look(batch, out, push, weights, advantage, micro.rows, part)
     return float(loss.detach())
 
 

@@ -67,6 +67,23 @@ def micro_batches(batch: Batch, token_budget: int, atom: Atom = "row") -> list[I
     return [torch.tensor(piece.rows, dtype=torch.int64, device=batch.tokens.device) for piece in pieces]
 
 
+def shares(batch: Batch, world: int, atom: Atom = "row") -> list[Int[Tensor, "..."]]:
+    """Rows -> row indices for each of `world` processes, near equal in tokens; every row once, some maybe empty.
+
+    Rows that share a prefix stay together if there are families enough for every process; atoms always do.
+    """
+    families = _families(batch, atom)
+    whole = [_together(family) for family in families]
+    pieces = whole if len(whole) >= world else [piece for family in families for piece in family]
+    heap: list[tuple[int, int]] = [(0, rank) for rank in range(world)]
+    mine: list[list[int]] = [[] for _ in range(world)]
+    for piece in sorted(pieces, key=lambda piece: -(piece.own + piece.shared)):
+        tokens, rank = heap[0]
+        mine[rank] += piece.rows
+        heapq.heapreplace(heap, (tokens + piece.own + piece.shared, rank))
+    return [torch.tensor(sorted(rows), dtype=torch.int64, device=batch.tokens.device) for rows in mine]
+
+
 @dataclass
 class _Piece:
     """Rows, the tokens they add after their prefixes, the length of each distinct prefix, and of the longest row."""

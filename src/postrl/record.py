@@ -89,17 +89,20 @@ def _git_hash() -> str | None:
 class Metrics:
     """`metrics.jsonl`: one JSON object a line, in order of steps."""
 
-    def __init__(self, folder: Path, step: int, evaluated: int):
+    def __init__(self, folder: Path, step: int, evaluated: int, writes: bool = True):
         """Lines of steps above `step` (steps done) and evaluations of steps above `evaluated` are dropped: they will be
-        made again."""
-        self.path = folder / "metrics.jsonl"
+        made again. One that does not write leaves the file to another process."""
+        self.path, self.writes = folder / "metrics.jsonl", writes
+        if not writes:
+            return
         lines = read_metrics(self.path) if self.path.exists() else []
         kept = [m for m in lines if m["step"] <= (evaluated if "evaluation" in m else step)]
         with whole_file(self.path) as beside:
             beside.write_text("".join(json.dumps(m) + "\n" for m in kept), encoding="utf-8")
 
     def write(self, line: Mapping[str, object]) -> None:
-        guarded(lambda: self._append(json.dumps(line) + "\n"), self.path)
+        if self.writes:
+            guarded(lambda: self._append(json.dumps(line) + "\n"), self.path)
 
     def _append(self, text: str) -> None:
         with self.path.open("a", encoding="utf-8") as file:

@@ -85,24 +85,11 @@ def from_json(fields: Mapping[str, Any]) -> Rollout:
     return Rollout(contexts=contexts, kind=Kind(fields["kind"]), stop=Stop(fields["stop"]), **rest)
 
 
-def to_json(rollout: Rollout, ascii: bool = False) -> str:
-    """One line of JSON."""
-    return json.dumps(asdict(rollout), ensure_ascii=ascii)
-
-
-def from_json(line: str | bytes) -> Rollout:
-    """What `to_json` gave. Raises AttributeError, KeyError, TypeError or ValueError for anything else."""
-    fields = json.loads(line)
-    contexts = [[Turn(**turn) for turn in turns] for turns in fields.pop("contexts")]
-    kind, stop = Kind(fields.pop("kind")), Stop(fields.pop("stop"))
-    return Rollout(contexts=contexts, kind=kind, stop=stop, **fields)
-
-
 def write_jsonl(path: Path, rollouts: Iterable[Rollout]) -> None:
     """One rollout per line."""
     with path.open("w", encoding="utf-8") as file:
         for rollout in rollouts:
-            file.write(to_json(rollout) + "\n")
+            file.write(json.dumps(asdict(rollout), ensure_ascii=False) + "\n")
 
 
 def read_jsonl(path: Path) -> list[Rollout]:

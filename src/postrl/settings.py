@@ -7,6 +7,7 @@ from typing import Literal, get_args
 from postrl.errors import UserError
 
 Schedule = Literal["constant", "linear", "cosine"]
+Parallel = Literal["replicate", "shard"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Settings:
     """Steps between checkpoints; one is always written at the end."""
     evaluate_every: int = 0
     """Steps between evaluations; 0 = only before and after."""
+    parallel: Parallel = "replicate"
+    """With several processes: every one holds the whole training state, or a shard of it (torch's `fully_shard`)."""
     warn_constant: int = 10
     """Steps in a row without any reward variance after which a warning is printed."""
     seed: int = 0
@@ -59,8 +62,9 @@ class Settings:
             low = least.get(field.name, 0)
             if isinstance(value, int | float) and not value >= low:
                 raise UserError(f"option {field.name}={value} must be at least {low}")
-        if self.schedule not in get_args(Schedule):
-            raise UserError(f"option schedule={self.schedule!r} must be one of: {', '.join(get_args(Schedule))}")
+        for name, kind in (("schedule", Schedule), ("parallel", Parallel)):
+            if getattr(self, name) not in get_args(kind):
+                raise UserError(f"option {name}={getattr(self, name)!r} must be one of: {', '.join(get_args(kind))}")
         if not math.isfinite(self.learning_rate):
             raise UserError(f"option learning_rate={self.learning_rate} must be a finite number")
         if self.max_gradient_norm == 0:

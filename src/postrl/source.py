@@ -54,8 +54,12 @@ class OnPolicy:
 
     def __call__(self, step: int, groups: int | None = None) -> list[Rollout]:
         """The next `groups` (default: groups_per_step) groups, scored, in order; `step` is the policy's version too."""
+        return self.part(step, 0, 1, groups)
+
+    def part(self, step: int, rank: int, world: int, groups: int | None = None) -> list[Rollout]:
+        """What process `rank` of `world` samples of them: every world-th group, perhaps none."""
         numbers = range(self.position, self.position + (self.groups_per_step if groups is None else groups))
-        places = [(group, sample) for group in numbers for sample in range(self.group_size)]
+        places = [(group, sample) for group in numbers[rank::world] for sample in range(self.group_size)]
         sampler = self._fresh_sampler()
         rollouts = collect(
             sampler,
@@ -118,6 +122,10 @@ class Dataset:
 
     def __call__(self, step: int, groups: int | None = None) -> list[Rollout]:
         """The next groups; their numbers are running positions, never reused."""
+        return self.part(step, 0, 1, groups)
+
+    def part(self, step: int, rank: int, world: int, groups: int | None = None) -> list[Rollout]:
+        """What process `rank` of `world` gives of them: every world-th group, perhaps none."""
         numbers = range(self.position, self.position + (self.per_step if groups is None else groups))
         chosen = [(number, self.groups[self._index(number)]) for number in numbers]
         self.position = numbers.stop

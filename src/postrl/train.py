@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
+from rich.console import Console
 from torch import Tensor, nn
 
 from postrl import checkpoint
@@ -29,6 +30,8 @@ from postrl.interrupt import Interrupt, memory_guard
 from postrl.method import Method
 from postrl.optimise import Seen, Trainer, update
 from postrl.packing import mini_batches
+from postrl.parallel import copy_weights, spread
+from postrl.ranks import Ranks, here
 from postrl.record import Metrics, open_run, take_back, write_rollouts
 from postrl.rollout import Rollout, collate
 from postrl.settings import Settings, learning_rate
@@ -38,7 +41,7 @@ from postrl.terms import reference_kl
 Source = Callable[[int], list[Rollout]]
 Enricher = Callable[[Batch], Batch]
 Evaluate = Callable[[], Evaluation]
-FREE = frozenset({"steps", "checkpoint_every", "evaluate_every", "warn_constant"})  # may change on resume
+FREE = frozenset({"parallel", "steps", "checkpoint_every", "evaluate_every", "warn_constant"})  # may change on resume
 
 
 @dataclass(frozen=True)
@@ -84,18 +87,19 @@ def train(
     settings.check()
     method = _with_reference(method, settings, reference)
     _check_trackers(trackers)
-    accelerator = Accelerator(log_with=list(trackers) or None, project_dir=str(folder))
-    if accelerator.num_processes > 1:
-        raise UserError(f"this loop runs in one process, but {accelerator.num_processes} were launched: start it alone")
+    # Several processes without an accelerator talk over gloo.
+    cpu = not torch.accelerator.is_available()
+    accelerator = Accelerator(cpu=cpu, log_with=list(trackers) or None, project_dir=str(folder))
+    ranks = here()
     configuration = {**(describe or {}), "method": method.name, **asdict(settings)}
-    open_run(folder, configuration, resume, FREE)
+    ranks.once(lambda: open_run(folder, configuration, resume, FREE))
     _check_steps(folder, settings)
     torch.manual_seed(settings.seed)
     policy.eval()  # only an update's own passes have dropout
-    prepared = accelerator.prepare_model(policy)  # on its device before the optimiser's moments are
+    trained = spread(policy, accelerator, settings.parallel)  # on its device before the optimiser's moments are
     if reference is not None:
         reference = reference.to(accelerator.device)
-    groups = parameters(policy) if parameters else [{"params": [p for p in policy.parameters() if p.requires_grad]}]
+    groups = parameters(trained) if parameters else [{"params": [p for p in trained.parameters() if p.requires_grad]}]
     optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True)
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         # Absent and zero differ to AdamW: a run that resumes must not see absent where the first run saw zero.
@@ -105,28 +109,34 @@ def train(
     stateful = {name: value for name, value in everything.items() if isinstance(value, Stateful)}
     saved = checkpoint.checkpoints(folder / "checkpoints")
     progress = checkpoint.restore(saved[-1], policy, optimizer, stateful) if resume and saved else Progress()
+    copy_weights(policy, trained)
     if trackers:
         accelerator.init_trackers("postrl", config={k: str(v) for k, v in configuration.items()})
+    if display is None or not ranks.first:
+        display = Display(settings.steps, console=None if ranks.first else Console(quiet=True))
     loop = Loop(
         method=method,
-        policy=prepared,
+        policy=policy,
+        trained=trained,
         source=source,
         settings=settings,
         folder=folder,
         reference=reference,
         enrich=enrich,
         accelerator=accelerator,
+        ranks=ranks,
         optimizer=optimizer,
         states=stateful,
-        metrics=Metrics(folder, progress.step if saved else -1, progress.evaluated),
-        display=display or Display(settings.steps),
+        metrics=Metrics(folder, progress.step if saved else -1, progress.evaluated, ranks.first),
+        display=display,
         saved=progress,
     )
     try:
         with loop.display:
             return loop.run(progress, evaluate, before)
     except UserError:
-        take_back(folder)
+        if ranks.first:
+            take_back(folder)
         raise
     finally:
         accelerator.end_training()
@@ -176,13 +186,15 @@ class Loop:
     """One run. Everything here is fixed but what it points at, and `saved`."""
 
     method: Method
-    policy: nn.Module
+    policy: nn.Module  # what samples and is saved
+    trained: nn.Module  # its training forward: itself, or around it or beside it what several processes need
     source: Source
     settings: Settings
     folder: Path
     reference: nn.Module | None
     enrich: Sequence[Enricher]
     accelerator: Accelerator
+    ranks: Ranks
     optimizer: torch.optim.Optimizer
     states: Mapping[str, Stateful]
     metrics: Metrics
@@ -192,12 +204,13 @@ class Loop:
     def run(self, progress: Progress, evaluate: Evaluate | None, before: Evaluation | None) -> Result:
         with Interrupt() as interrupt:
             while True:
-                if evaluate is not None and not interrupt.asked and self._evaluation_due(progress):
+                asked = self.ranks.any(interrupt.asked)
+                if evaluate is not None and not asked and self._evaluation_due(progress):
                     progress = self._evaluate(progress, evaluate, before)
                 due = progress.step in (self.settings.steps, progress.best_step)
-                if due or interrupt.asked or progress.step % self.settings.checkpoint_every == 0:
+                if due or asked or progress.step % self.settings.checkpoint_every == 0:
                     self._save(progress, checkpoint.snapshot(self.states))
-                if interrupt.asked or progress.step >= self.settings.steps:
+                if asked or progress.step >= self.settings.steps:
                     break
                 progress = self._guarded_step(progress)
         done = progress.step >= self.settings.steps and (evaluate is None or not self._evaluation_due(progress))
@@ -237,7 +250,7 @@ class Loop:
 
     def _draw(self, progress: Progress) -> Drawn:
         """The step's rollouts: what the method keeps of the source's, refilled at most `refill` times."""
-        fresh = self.source(progress.step)
+        fresh = self.ranks.draw(self.source, progress.step)
         batch = _collated(fresh, progress)
         keep = self.method.keep
         if keep is None:
@@ -246,7 +259,7 @@ class Loop:
         kept, dropped = _kept(keep, fresh, batch)
         everything = list(fresh)
         while len(kept) < wanted and refills < self.settings.refill:
-            more = self.source(progress.step)
+            more = self.ranks.draw(self.source, progress.step)
             again = groups & {r.group for r in more}
             if again:
                 raise UserError(f"the source gave group {min(again)} twice in step {progress.step + 1}: set refill=0")
@@ -272,7 +285,7 @@ class Loop:
         if free_old:  # unknown until the update's own forward: nothing may read it before
             batch = replace(batch, logp_old=torch.full_like(batch.logp_old, torch.nan))
         else:
-            old = forward_all(self.policy, batch, settings.token_budget, frozenset({"entropy"}))
+            old = forward_all(self.trained, batch, settings.token_budget, frozenset({"entropy"}))
             batch, entropy = replace(batch, logp_old=old.logp), old.entropy
         if "logp_ref" in self.method.needs and self.reference is not None:
             batch = reference_logp(self.reference, batch, settings.token_budget)
@@ -284,7 +297,7 @@ class Loop:
         advantage = self.method.advantage(batch)
         seen = Seen(torch.ones_like(batch.logp_old), torch.zeros_like(batch.logp_old), batch.logp_old.clone())
         seen.skipped = planned if drawn.empty else 0
-        trainer = Trainer(self.method, self.policy, self.optimizer, self.accelerator, settings, free_old)
+        trainer = Trainer(self.method, self.trained, self.optimizer, self.accelerator, settings, free_old)
         for epoch in range(0 if drawn.empty else settings.epochs):
             cuts = mini_batches(batch, settings.updates, (settings.seed, progress.step, epoch))
             for number, units in enumerate(cuts):
@@ -292,6 +305,7 @@ class Loop:
                 clock = progress.update + epoch * settings.updates + number
                 rate = learning_rate(settings, clock, settings.steps * planned)
                 update(trainer, batch.select(units), rows, advantage[rows], rate, seen)
+        copy_weights(self.trained, self.policy)
         batch = replace(batch, logp_old=seen.logp_old)
         rate = learning_rate(settings, progress.update + planned - 1, settings.steps * planned)
         metrics = step_metrics(self.method, batch, advantage, seen, entropy) | drawn.figures | {"learning_rate": rate}
@@ -313,7 +327,8 @@ class Loop:
         metrics["time/train"] = metrics["time/step"] - metrics["time/sample"]
         metrics["time/tokens_per_second"] = metrics["tokens"] / metrics["time/step"]
         path = self.folder / "rollouts" / f"step_{step:06d}.parquet"
-        write_rollouts(path, rollouts, batch, advantage, seen.weight, seen.ratio)
+        if self.ranks.first:
+            write_rollouts(path, rollouts, batch, advantage, seen.weight, seen.ratio)
         self.metrics.write({"step": step, **metrics})
         self.accelerator.log(metrics, step=step)
         self.display.step(step, metrics)
@@ -340,8 +355,7 @@ class Loop:
     def _save(self, progress: Progress, states: Mapping[str, object]) -> None:
         if progress == self.saved or progress.step == 0:  # before the first step there is nothing to lose
             return
-        model = self.accelerator.unwrap_model(self.policy)
-        checkpoint.save(self.folder / "checkpoints", model, self.optimizer, states, progress)
+        checkpoint.save(self.folder / "checkpoints", self.policy, self.optimizer, states, progress, self.ranks.first)
         self.saved = progress
 
 

@@ -1,0 +1,62 @@
+"""A policy's training passes over several processes: replicated (DDP) or sharded (FSDP2)."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from postrl.errors import UserError
+from postrl.ranks import connected, here
+from postrl.settings import Parallel
+
+
+@contextmanager
+def gradient_sync(policy: nn.Module, now: bool) -> Iterator[None]:
+    """Inside, a backward pass adds up gradients over processes (`now`) or leaves that to a later one."""
+    if isinstance(policy, DistributedDataParallel) and not now:
+        with policy.no_sync():
+            yield
+        return
+    if isinstance(policy, FSDPModule):
+        policy.set_requires_gradient_sync(now)
+    with connected():
+        yield
+
+
+def spread(policy: nn.Module, accelerator: Accelerator, parallel: Parallel) -> nn.Module:
+    """The module whose forward and backward passes train `policy`, which is moved to the accelerator's device.
+
+    Alone it is the policy itself, and "replicate" wraps it (DDP). "shard" makes a copy whose parameters, gradients and
+    optimiser state are spread over the processes (torch's `fully_shard`, FSDP2); the policy itself stays whole, to
+    sample and to be saved: `copy_weights` brings it up to date. Raises UserError for a policy without a list of layers.
+    """
+    policy.to(accelerator.device)
+    if here().world == 1 or parallel == "replicate":
+        return accelerator.prepare_model(policy)
+    trained = copy.deepcopy(policy)
+    lists = [module for module in trained.modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise UserError("option parallel='shard' needs a policy with a list of layers; use parallel='replicate'")
+    for layer in max(lists, key=len):
+        fully_shard(layer)
+    fully_shard(trained)
+    return trained
+
+
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """Parameters of one onto the other, where `spread` has made two of one policy and one of them is sharded."""
+    sharded = FSDPModule in (*type(source).__mro__, *type(target).__mro__)
+    if not sharded:
+        return
+    with torch.no_grad():
+        for old, new in zip(source.parameters(), target.parameters(), strict=True):
+            if isinstance(old, DTensor):
+                new.copy_(old.full_tensor())
+            elif isinstance(new, DTensor):
+                new.copy_(distribute_tensor(old.detach(), new.device_mesh, new.placements))

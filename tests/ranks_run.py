@@ -1,0 +1,80 @@
+"""A small run for `test_ranks.py`, to be started in one process or several: python ranks_run.py FOLDER OPTIONS.
+
+OPTIONS is a JSON object: fields of Settings, and `resume`, `divisible` (false: a source that only one process can
+call), `die` or `interrupt` (the step in which process 1 gets SIGKILL or SIGTERM).
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from postrl import papers, train
+from postrl.envs.copy_task import copy_task
+from postrl.errors import UserError
+from postrl.policies.base import Sampling
+from postrl.policies.chat import Characters
+from postrl.ranks import here
+from postrl.rollout import Rollout
+from postrl.settings import Settings
+from postrl.source import OnPolicy
+from tiny import tiny_decoder
+
+OPTIONS = {"steps": 4, "updates": 2, "learning_rate": 0.01, "checkpoint_every": 1, "token_budget": 24}
+
+
+class Seamed:
+    """The source, with the accidents that a test asks for; without `part`, unless it is divisible."""
+
+    def __init__(self, source: OnPolicy, accidents: dict[str, int]):
+        self.source, self.accidents = source, accidents
+
+    def __call__(self, step: int) -> list[Rollout]:
+        return self.source(step)
+
+    def state_dict(self) -> dict[str, object]:
+        return self.source.state_dict()
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.source.load_state_dict(state)
+
+
+class Divided(Seamed):
+    def part(self, step: int, rank: int, world: int) -> list[Rollout]:
+        if rank == 1 and self.accidents.get("die") == step + 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1 and self.accidents.get("interrupt") == step + 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return self.source.part(step, rank, world)
+
+
+def main(folder: Path, options: dict) -> None:
+    torch.set_num_threads(1)
+    resume, divisible = options.pop("resume", False), options.pop("divisible", True)
+    accidents = {name: options.pop(name) for name in ("die", "interrupt") if name in options}
+    renderer = Characters("abcd")
+    policy = tiny_decoder(renderer.size, dtype=torch.float64)
+    task = copy_task(2, "abcd", seed=0)
+    sampling = Sampling(max_tokens=3)
+    source = OnPolicy(task, policy, renderer, groups_per_step=3, group_size=4, sampling=sampling)
+    source = (Divided if divisible else Seamed)(source, accidents)
+    settings = Settings(**(OPTIONS | options))
+
+    def watched(trained: torch.nn.Module) -> list[dict]:
+        parameters = list(trained.parameters())
+        sharded = here().world > 1 and settings.parallel == "shard"
+        assert all(isinstance(parameter, DTensor) == sharded for parameter in parameters)
+        return [{"params": parameters}]
+
+    train.train(papers.method("gspo"), policy, source, settings, folder, parameters=watched, resume=resume)
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    except UserError as error:
+        sys.exit(f"error: {error}")
