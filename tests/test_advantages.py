@@ -248,3 +248,74 @@ def test_truncated_importance_bounds_the_variance_of_a_mismatched_sampler():
     assert capped.max() <= 2 and capped.square().mean() <= 4 < 100 < plain.square().mean()
     far = replace(batch, logp_old=batch.logp_sampler + 1e4)
     assert (adv.truncated_importance(far, cap=2.0)[batch.mask] == 2).all()
+
+
+class TestManyRewards:
+    """Credit of each reward by itself, and whitening of their sum."""
+
+    @staticmethod
+    def batch(rewards: list[list[float]], weights: list[float], group: list[int]):
+        batch = ragged_batch(0)
+        batch = batch.select(torch.arange(batch.size) < len(rewards))
+        groups = torch.tensor(group)[:, None].expand(len(group), len(batch.group_names))
+        values = {"rewards": torch.tensor(rewards).double(), "reward_weights": torch.tensor(weights).double()}
+        return replace(batch, groups=groups, **values)
+
+    def test_each_reward_is_scored_alone_and_weighed_after(self):
+        batch = self.batch([[1.0, 0.0, 9.0], [0.0, 30.0, NAN], [5.0, 5.0, 5.0]], [2.0, -1.0, 0.0], [0, 0, 1])
+        half = 1 / math.sqrt(2)
+        got = adv.credit_per_reward(batch, eps=0.0)
+        check(got.flatten(), [2 * half, half, -2 * half, -half, 0.0, 0.0])
+
+    def test_a_missing_reward(self):
+        batch = self.batch([[1.0, 0.0], [0.0, NAN], [4.0, 1.0], [NAN, NAN]], [1.0, 1.0], [0] * 4)
+        excluded, zero = (adv.credit_per_reward(batch, missing=m) for m in ("exclude", "zero"))
+        assert excluded.isnan().all(1).tolist() == [False, True, False, True]
+        assert zero.isnan().all(1).tolist() == [False, False, False, True]
+        assert torch.equal(excluded[[0, 2], 0], adv.zscored(torch.tensor([1.0, 4.0]).double(), torch.zeros(2).long()))
+        assert torch.equal(zero[:3, 0], adv.zscored(torch.tensor([1.0, 0.0, 4.0]).double(), torch.zeros(3).long()))
+        assert zero[1, 1] == 0
+
+    @pytest.mark.parametrize("shift", [True, False])
+    @pytest.mark.parametrize("whiten", ["response", "token", None])
+    def test_whitening_against_a_loop(self, whiten: str | None, shift: bool):
+        batch = ragged_batch(3)
+        a = torch.randn(batch.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.5
+        a[1] = NAN
+        got = adv.spread_whitened(a, batch, whiten, 0.01, shift)  # type: ignore[arg-type]
+        repeats = batch.lengths().tolist() if whiten == "token" else [1] * batch.size
+        entries = [x for x, n in zip(a.tolist(), repeats, strict=True) for _ in range(n) if not math.isnan(x)]
+        centre = mean(entries) if shift else 0.0
+        variance = math.fsum((x - centre) ** 2 for x in entries) / (len(entries) - shift)
+        scale = {"token": math.sqrt(variance + 1e-4), "response": math.sqrt(variance) + 0.01, None: 1.0}[whiten]
+        centre = 0.0 if whiten is None else centre
+        expected = [0.0 if math.isnan(x) else (x - centre) / scale for x in a.tolist()]
+        rows = torch.tensor(expected, dtype=torch.float64)[batch.unit][:, None].expand(batch.mask.shape)
+        check(got, rows.masked_fill(~batch.mask, 0.0).tolist())
+
+    @pytest.mark.parametrize("a", [[], [NAN, NAN], [0.7, 0.7, 0.7], [2.0], [0.0, 0.0]])
+    @pytest.mark.parametrize("shift", [True, False])
+    def test_whitening_of_nothing_and_of_constants_is_finite_without_eps(self, a: list[float], shift: bool):
+        x = torch.tensor(a, dtype=torch.float32)
+        got = adv.whitened_units(x, eps=0.0, shift_mean=shift)
+        assert got.isfinite().all() and (shift is False or (got == 0).all())
+        batch = ragged_batch(0, dtype=torch.float32)
+        zero = torch.zeros_like(batch.logp_old)
+        assert (adv.whitened(zero, batch, eps=0.0, shift_mean=shift) == 0).all()
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_missing_units_do_not_change_a_bit_of_the_others(baseline: Callable[..., Tensor]):
+    """Their sums run over the same numbers in the same order, whether a missing unit stands between them or not."""
+    generator = torch.Generator().manual_seed(1)
+    x, group = torch.randn(200, generator=generator), torch.randint(-3, 9, (200,), generator=generator)
+    gone = torch.rand(200, generator=generator) < 0.3
+    with_gaps = baseline(torch.where(gone, NAN, x), group)
+    assert torch.equal(with_gaps[~gone], baseline(x[~gone], group[~gone])) and (with_gaps[gone] == 0).all()
+
+
+def test_missing_units_read_what_their_group_knows():
+    groups = adv.Groups(torch.tensor([1.0, NAN, 3.0, NAN]), torch.tensor([4, 4, 4, 7]))
+    assert groups.mean().tolist() == [2, 2, 2, 0] and groups.count.tolist() == [2, 2, 2, 0]
+    assert groups.spread().tolist() == [2, 2, 2, -math.inf]
+    assert groups.sum(torch.full((4,), NAN).index_fill(0, torch.tensor([0, 2]), 5.0)).tolist() == [10, 10, 10, 0]
