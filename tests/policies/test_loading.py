@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from postrl.errors import UserError
-from postrl.policies import loading
+from postrl.policies import checkpoint_io, loading
 from postrl.policies.chat import ChatTemplate, PlainText
 from postrl.policies.decoder import Decoder
 from postrl.policies.hf import HuggingFacePolicy
@@ -128,7 +128,7 @@ def test_a_conversion_that_breaks_off_leaves_nothing(gguf_file: Path, monkeypatc
     with monkeypatch.context() as patch, pytest.raises(UserError, match=r"No space left.*XDG_CACHE_HOME"):
         patch.setattr(loading, "_convert", broken)
         resolve(gguf_file)
-    assert list((loading.cache() / "gguf").iterdir()) == []
+    assert list((checkpoint_io.cache() / "gguf").iterdir()) == []
     assert (resolve(gguf_file) / "model.safetensors").exists()
 
 

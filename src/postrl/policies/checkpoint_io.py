@@ -1,5 +1,6 @@
 """Hugging Face folders: safetensors, one file or several with an index, written atomically and read bit for bit."""
 
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +16,12 @@ from postrl.files import whole_file, write_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 NOT_COPIED = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+
+
+def cache() -> Path:
+    """Where converted models and measurements are kept: $XDG_CACHE_HOME/postrl, else ~/.cache/postrl."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "postrl"
 
 
 def read_json(path: Path) -> dict:

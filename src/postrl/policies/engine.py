@@ -13,15 +13,7 @@ from postrl.policies.attention import angles, attend, merge, rotate
 from postrl.policies.cache import Cache, Prefix
 from postrl.policies.decoder import Decoder, Layer, Norm
 from postrl.policies.interventions import Places, changed
-
-
-@dataclass(frozen=True, eq=False)
-class Product:
-    weight: Tensor
-    bias: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+from postrl.policies.products import Product, product
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,13 +36,13 @@ class Linear(Protocol):
     def bias(self) -> Tensor | None: ...
 
 
-def fuse(*linears: Linear, dtype: torch.dtype) -> Product:
-    """Linear layers of one input as one product."""
+def fuse(*linears: Linear, dtype: torch.dtype, rows: int) -> Product:
+    """Linear layers of one input as one product, made for about `rows` rows."""
     weights = [linear.weight.detach().to(dtype) for linear in linears]
     biases = [linear.bias.detach().to(dtype) for linear in linears if linear.bias is not None]
     if len(weights) == 1:
-        return Product(weights[0], biases[0] if biases else None)
-    return Product(torch.cat(weights), torch.cat(biases) if biases else None)
+        return product(weights[0], biases[0] if biases else None, rows)
+    return product(torch.cat(weights), torch.cat(biases) if biases else None, rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,23 +68,23 @@ class Shared:
 
 
 class Engine:
-    """The weights of a decoder, fused for sampling. Made anew when they change."""
+    """The weights of a decoder, fused for sampling about `rows` completions at once. Made anew when they change."""
 
-    def __init__(self, decoder: Decoder) -> None:
-        self.decoder = decoder
+    def __init__(self, decoder: Decoder, rows: int) -> None:
+        self.decoder, self.device = decoder, decoder.head_weight.device
         self.dtype = decoder.compute_dtype or decoder.head_weight.dtype
-        config, dtype = decoder.config, self.dtype
+        config = decoder.config
         self.heads, self.kv, self.size = config.heads, config.kv_heads, config.head_size
-        self.layers = [self._layer(cast(Layer, layer), dtype) for layer in decoder.model.layers]
-        self.head = decoder.head_weight.detach().to(dtype)
+        self.layers = [self._layer(cast(Layer, layer), rows) for layer in decoder.model.layers]
+        self.head = product(decoder.head_weight.detach().to(self.dtype), None, rows)
 
-    def _layer(self, layer: Layer, dtype: torch.dtype) -> LayerWeights:
-        attention, mlp = layer.self_attn, layer.mlp
+    def _layer(self, layer: Layer, rows: int) -> LayerWeights:
+        attention, mlp, dtype = layer.self_attn, layer.mlp, self.dtype
         return LayerWeights(
-            qkv=fuse(attention.q_proj, attention.k_proj, attention.v_proj, dtype=dtype),
-            out=fuse(attention.o_proj, dtype=dtype),
-            gate_up=fuse(mlp.gate_proj, mlp.up_proj, dtype=dtype),
-            down=fuse(mlp.down_proj, dtype=dtype),
+            qkv=fuse(attention.q_proj, attention.k_proj, attention.v_proj, dtype=dtype, rows=rows),
+            out=fuse(attention.o_proj, dtype=dtype, rows=rows),
+            gate_up=fuse(mlp.gate_proj, mlp.up_proj, dtype=dtype, rows=rows),
+            down=fuse(mlp.down_proj, dtype=dtype, rows=rows),
             layer=layer,
         )
 
@@ -110,7 +102,7 @@ class Engine:
         return x + weights.down(F.silu(gate).mul_(up))
 
     def _logits(self, x: Tensor) -> Tensor:
-        logits = _norm(self.decoder.model.norm, x).to(self.dtype) @ self.head.T
+        logits = self.head(_norm(self.decoder.model.norm, x).to(self.dtype))
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def _start(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,7 +112,7 @@ class Engine:
     @torch.no_grad()
     def prefill(self, spans: Sequence[Span]) -> tuple[Float[Tensor, "spans V"], list[tuple[Tensor, Tensor]]]:
         """Logits after each span's last token; keys and values [layers, kv, tokens, D] of its tokens."""
-        device, lengths = self.head.device, [len(span.tokens) for span in spans]
+        device, lengths = self.device, [len(span.tokens) for span in spans]
         tokens = torch.tensor([token for span in spans for token in span.tokens], device=device)
         places = [torch.arange(span.start, span.start + len(span.tokens), device=device) for span in spans]
         changes, known = self.decoder.interventions, None

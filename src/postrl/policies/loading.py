@@ -6,7 +6,6 @@ JSON are read: nothing is unpickled and no code from a model's repository runs.
 
 import hashlib
 import importlib.util
-import os
 import re
 import shutil
 import tempfile
@@ -96,12 +95,6 @@ def load_policy(
     return (policy if lora is None else policy.with_lora(lora, seed)), text
 
 
-def cache() -> Path:
-    """Where converted models are kept: $XDG_CACHE_HOME/postrl, else ~/.cache/postrl."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "postrl"
-
-
 def _checked(folder: Path) -> Path:
     """The folder itself, if it is a model's or an adapter's; a folder that only holds one GGUF file is converted."""
     if (folder / "adapter_config.json").exists():
@@ -150,7 +143,7 @@ def _from_gguf(path: Path) -> Path:
     """The converted folder of a GGUF file, made on first use. Its name holds a hash of the file's content."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    folder = cache() / "gguf" / f"{path.stem}-{digest[:16]}"
+    folder = files.cache() / "gguf" / f"{path.stem}-{digest[:16]}"
     if not folder.exists():
         print(f"converting {path.name} once, into {folder}", flush=True)
         _publish(folder, lambda scratch: _convert(path, scratch))

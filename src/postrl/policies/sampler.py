@@ -154,9 +154,9 @@ class DecoderSampler:
 
     def _ready(self) -> tuple[Engine, Cache]:
         if self._engine is None:
-            self._engine = Engine(self.decoder)
+            self._engine = Engine(self.decoder, self.slots)
         if self._cache is None:
-            like = torch.empty(0, dtype=self._engine.dtype, device=self._engine.head.device)
+            like = torch.empty(0, dtype=self._engine.dtype, device=self._engine.device)
             self._cache = Cache(self.decoder.config, self.slots, like)
         return self._engine, self._cache
 
@@ -234,7 +234,7 @@ class DecoderSampler:
     def _step(self) -> None:
         """One token in every active slot."""
         engine, cache = self._ready()
-        active, device = self._active, engine.head.device
+        active, device = self._active, engine.device
         cache.reserve(max(context.own for context in active) + 1)
         if not self._planned:
             self._plan, self._planned = self._make_plan(device), True
