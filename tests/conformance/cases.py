@@ -72,9 +72,9 @@ def make_case(seed: int, missing: float = 0.2, gaps: bool = True) -> Case:
     prompts = [rng.integers(1, VOCABULARY - 3, rng.integers(2, 6)).tolist() for _ in range(GROUPS)]
     answers = []
     for unit in range(GROUPS * SIZE):
-        length = int(rng.integers(1, 9))
+        length = int(rng.integers(1, 11))
         sampled = [1] * length
-        if gaps and length > 4 and rng.random() < 0.6:
+        if gaps and length > 4 and rng.random() < 0.7:
             sampled[2:4] = [0, 0]
         turns = 1 + sum(sampled[t] > sampled[t - 1] for t in range(1, length))
         form = None if rng.random() < missing else float(rng.integers(0, 5)) / 4
@@ -84,9 +84,9 @@ def make_case(seed: int, missing: float = 0.2, gaps: bool = True) -> Case:
         elif rng.random() < missing / 3:
             correct = None
         tokens, logp = rng.integers(1, VOCABULARY - 3, length).tolist(), (-rng.exponential(2.0, length)).tolist()
-        if rng.random() < 0.5:
+        if rng.random() < 0.6:
             tokens[-1] = EOS
-        steps = rng.integers(0, 3, turns).astype(float).tolist()
+        steps = (rng.integers(0, 5, turns) / 4).tolist()
         answers.append(Answer(tokens, sampled, logp, {"correct": correct, "form": form}, steps))
     return Case(prompts, answers)
 
@@ -104,38 +104,39 @@ def our_updates(
     folder: Path,
     case: Case,
     minis: Sequence[Sequence[int]],
-    rate: float,
-    reference: Path | None = None,
-    needs_old: bool = True,
+    weights: Sequence[dict[str, Tensor]],
 ) -> list[Done]:
-    """Our loop's updates on mini-batches given as units, with plain gradient descent, each cut into micro-batches."""
+    """Our loop's updates on mini-batches given as units, each at given weights and cut into micro-batches.
+
+    Log-probabilities of the reference, and of the policy that sampled, are those of the model in `folder`.
+    """
     policy = HuggingFacePolicy.load(folder)
-    optimizer = torch.optim.SGD(policy.parameters(), lr=rate)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
     settings = Settings(token_budget=40, max_gradient_norm=float("inf"), importance_cap=None)
     batch = collate(case.rollouts())
     batch = replace(batch, logp_old=forward_all(policy, batch, 10**6).logp)
-    if reference is not None:
-        batch = reference_logp(HuggingFacePolicy.load(reference), batch, 10**6)
+    if "logp_ref" in method.needs:
+        batch = reference_logp(policy, batch, 10**6)
     keep = torch.ones(batch.size, dtype=torch.bool) if method.keep is None else method.keep(batch)
     advantage = torch.zeros(batch.mask.shape)
     if keep.any():
         advantage[keep] = method.advantage(batch.select(keep)).float()
-    trainer = Trainer(method, policy, optimizer, Accelerator(), settings, free_old=not needs_old)
+    trainer = Trainer(method, policy, optimizer, Accelerator(), settings, free_old=False)
     updates = []
-    for units in minis:
+    for units, now in zip(minis, weights, strict=True):
+        policy.model.load_state_dict(now, strict=False)  # tied or derived entries are not parameters
         chosen = torch.zeros(batch.size, dtype=torch.bool).index_fill(0, torch.tensor(units), True) & keep
-        optimizer.zero_grad(set_to_none=False)
-        updates.append(_update(trainer, batch, chosen, advantage, rate))
+        updates.append(_update(trainer, batch, chosen, advantage))
     return updates
 
 
-def _update(trainer: Trainer, batch: Batch, chosen: Tensor, advantage: Tensor, rate: float) -> Done:
+def _update(trainer: Trainer, batch: Batch, chosen: Tensor, advantage: Tensor) -> Done:
     rows = chosen.nonzero().squeeze(1)
     seen = Seen(*(torch.ones_like(batch.logp_old) for _ in range(3)))
     for parameter in trainer.policy.parameters():
         parameter.grad = torch.zeros_like(parameter)
     if len(rows):
-        update(trainer, batch.select(chosen), rows, advantage[rows], rate, seen)
+        update(trainer, batch.select(chosen), rows, advantage[rows], 0.0, seen)
     named = trainer.policy.model.named_parameters()
     return Done(sum(seen.losses), {name: p.grad.clone() for name, p in named if p.grad is not None})
 

@@ -26,37 +26,40 @@ EXTRAS = Extras(
 
 @dataclass(frozen=True)
 class Run:
-    """updates: loss and gradient of each; minis: the units of each, by our trainer; trainer: as it ended."""
+    """updates: loss and gradient; minis: units, by our trainer; weights: before each update; trainer: at the end."""
 
     updates: list[Done]
     minis: list[list[int]]
+    weights: list[dict[str, torch.Tensor]]
     trainer: Any
 
 
 class Watch(TrainerCallback):
-    """Copies the gradient before each optimiser step."""
+    """Copies weights and gradients before each optimiser step."""
 
     def __init__(self) -> None:
         self.trainer: Any = None
         self.gradients: list[dict[str, torch.Tensor]] = []
         self.minis: list[list[int]] = []
+        self.weights: list[dict[str, torch.Tensor]] = []
 
     def on_pre_optimizer_step(self, args, state, control, **rest) -> None:
-        named = self.trainer.model.named_parameters()
-        self.gradients.append({n: p.grad.clone() for n, p in named if p.grad is not None})
+        named = dict(self.trainer.model.named_parameters())
+        self.gradients.append({n: p.grad.clone() for n, p in named.items() if p.grad is not None})
+        self.weights.append({n: p.detach().clone() for n, p in named.items()})
         window = getattr(self.trainer, "_window", None)
         self.minis.append([] if window is None else sorted(window.local.tolist()))
 
 
 def options(folder: Path, **changes: object) -> Any:
-    """GRPOConfig: two mini-batches of 8 rows and four passes each, twice; changes replace or add options."""
+    """GRPOConfig: twice two mini-batches of 8 answers, in two passes each; changes replace or add options."""
     from trl import GRPOConfig
 
     settings = {
         "output_dir": str(folder),
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 4,
-        "steps_per_generation": 8,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "steps_per_generation": 4,
         "num_iterations": 2,
         "num_generations": SIZE,
         "max_completion_length": 8,
@@ -73,6 +76,7 @@ def options(folder: Path, **changes: object) -> Any:
         "use_cpu": True,
         "bf16": False,
         "gradient_checkpointing": False,
+        "disable_dropout": True,
         "reward_weights": [1.0, 0.5],
     }
     return GRPOConfig(**{**settings, **changes})
@@ -140,4 +144,4 @@ def train(
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     updates = [Done(loss, gradient) for loss, gradient in zip(losses, watch.gradients, strict=True)]
-    return Run(updates, watch.minis, trainer)
+    return Run(updates, watch.minis, watch.weights, trainer)

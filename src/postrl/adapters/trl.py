@@ -91,12 +91,12 @@ class MethodSteps(Base):
         args: Any = None,
         train_dataset: Any = None,
         *,
-        method: Method,
+        method: Method | str,
         extras: Extras | None = None,
         **rest: Any,
     ) -> None:
         self.extras = Extras() if extras is None else extras
-        check_method(method, self.extras.step_rewards is not None)
+        method = check_method(method, self.extras.step_rewards is not None)
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         if rest.get("rollout_func") is None:  # which may add columns of its own
             check_columns([*functions, *self.extras.functions()], train_dataset)

@@ -77,7 +77,7 @@ def matrix() -> dict[str, Support]:
     return {name: support(build(name)) for name in sorted(methods())}
 
 
-def check_method(method: Method, step_rewards: bool) -> None:
+def check_method(method: Method | str, step_rewards: bool) -> Method:
     """Raises UserError for what is no method, or one that TRL cannot carry. step_rewards: a function gives them."""
     if not isinstance(method, Method):
         example = "postrl.papers.method('reco')"
@@ -92,6 +92,7 @@ def check_method(method: Method, step_rewards: bool) -> None:
     filled = {"logp_old", "logp_ref", "entropy", "step_rewards", "step_groups", "logp_sampler"}
     if other := sorted(method.needs - filled):
         raise UserError(f"method {method.name} needs {other[0]}, which the TRL adapter cannot fill; use `postrl train`")
+    return method
 
 
 def check_options(args: Any, method: Method) -> None:
