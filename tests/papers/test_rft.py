@@ -207,7 +207,7 @@ def test_a_barren_round_and_wrong_numbers_are_named():
     with pytest.raises(UserError, match=r"none of the 16 answers sampled in step 3 .* raise draws"):
         Iterated(Letters(policy), every=2, draws=2, per_step=1)(2)
     for wrong in ({"every": 0}, {"draws": 0}, {"per_step": 0}):
-        with pytest.raises(UserError, match=list(wrong)[0]):
+        with pytest.raises(UserError, match=next(iter(wrong))):
             Iterated(Letters(policy), **{"every": 1, "draws": 1, "per_step": 1, **wrong})
 
 
