@@ -264,3 +264,17 @@ def test_a_data_set_does_not_change_its_rollouts():
     given = pairs(3)
     Dataset(given, per_step=3, seed=5)(0)
     assert given == pairs(3)
+
+
+def test_the_sampler_may_be_made_otherwise():
+    """The same rollouts, whoever makes the sampler, and one sampler for all steps."""
+    made = []
+    other = policy()
+
+    def make():
+        made.append(other.sampler())
+        return made[-1]
+
+    plain, source = on_policy(), on_policy(policy=other, make_sampler=make)
+    assert [source(step) for step in range(2)] == [plain(step) for step in range(2)]
+    assert len(made) == 1
