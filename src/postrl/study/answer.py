@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -113,7 +113,8 @@ def _levels(state: State, core: Figures, everything: Figures) -> tuple[Level, ..
         for metric in state.plan.study.metrics:
             rows = [by_metric[metric.name] for _, by_metric in sorted(figures.get(arm.name, {}).items())]
             if rows:
-                levels.append(Level(arm.name, metric.name, estimate(rows), arm.exploratory))
+                reached = replace(estimate(rows), p=math.nan)  # nobody asks whether a level is zero
+                levels.append(Level(arm.name, metric.name, reached, arm.exploratory))
     return tuple(levels)
 
 

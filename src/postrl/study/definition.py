@@ -282,4 +282,4 @@ def _check_names(what: str, names: Sequence[str]) -> None:
                 f"{what} {name!r}: a name is letters, digits and _ . @ + - and begins with one of the first"
             )
         if sum(other.lower() == name.lower() for other in names) > 1:
-            raise UserError(f"two {what}s of the study are called {name!r}: give each its own name")
+            raise UserError(f"two of the study's {what}s are called {name!r}: give each its own name")

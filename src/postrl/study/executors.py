@@ -4,6 +4,7 @@ An executor takes jobs and yields each with how it ended, in the order in which 
 """
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import postrl
 from postrl.errors import UserError
@@ -70,13 +72,19 @@ def ray(jobs: Sequence[Job], workers: int) -> Iterator[Ended]:
         from ray.exceptions import RayError
     except ImportError as error:
         raise UserError('--executor ray needs Ray: pip install "postrl[ray]"') from error
+    if not jobs:
+        return
     started = not cluster.is_initialized()
     if started and os.environ.get("RAY_ADDRESS"):
-        cluster.init(log_to_driver=False)
+        cluster.init(log_to_driver=False, logging_level=logging.WARNING)
     elif started:
         cpus = workers * max((job.threads for job in jobs), default=1)
-        cluster.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False)
+        cluster.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
+    pending: dict[Any, Job] = {}
     try:
+        most = max(job.threads for job in jobs)
+        if most > cluster.cluster_resources().get("CPU", 0):
+            raise UserError(f"option threads={most} is more than the Ray cluster has: lower it")
         pending = {
             cluster.remote(num_cpus=job.threads, max_retries=0)(on_node).remote(str(job.folder)): job for job in jobs
         }
@@ -89,6 +97,8 @@ def ray(jobs: Sequence[Job], workers: int) -> Iterator[Ended]:
                 reason = f"was lost by Ray ({type(error).__name__}: {error})".splitlines()[0]
             yield Ended(job, reason)
     finally:
+        for task in pending:
+            cluster.cancel(task, force=True)
         if started:
             cluster.shutdown()
 

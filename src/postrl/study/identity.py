@@ -12,7 +12,7 @@ import hashlib
 import inspect
 import json
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 
@@ -24,16 +24,17 @@ def digest(*parts: object) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def base_key(base: Base, config: object, seed: int, folder: Path) -> str:
+def base_key(base: Base, config: object, seed: int, threads: int, folder: Path) -> str:
     """The hash of a base's definition; seed is that of the run that needs it."""
-    needed = [base_key(other, config, seed, folder) for other in base.needs]
+    own = 0 if base.shared else seed
+    needed = [base_key(other, config, own, threads, folder) for other in base.needs]
     options = describe(base.options(config), folder)
-    return digest(base.name, code_of(base.make, folder), options, 0 if base.shared else seed, needed)
+    return digest(base.name, code_of(base.make, folder), options, own, threads, needed)
 
 
 def run_key(study: Study, arm: Arm, config: object, seed: int, threads: int, folder: Path) -> str:
     """The hash of what the figures of one run depend on."""
-    bases = [base_key(base, config, seed, folder) for base in arm.bases]
+    bases = [base_key(base, config, seed, threads, folder) for base in arm.bases]
     metrics = sorted(metric.name for metric in study.metrics)
     return digest(arm.name, code_of(arm.run, folder), describe(config, folder), seed, threads, bases, metrics)
 
@@ -117,9 +118,8 @@ class _Walk:
             yield _bytecode(function.__code__)
             names = _names_of_code(function.__code__)
         else:
-            tree = _source(function)
-            yield f"{function.__qualname__} {ast.dump(tree)}"
-            names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+            text, names = _source(function)
+            yield f"{function.__qualname__} {text}"
         yield from self._named(names, function.__globals__)
         cells = function.__closure__ or ()
         for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
@@ -133,9 +133,9 @@ class _Walk:
         if module is None or not self._inside(str(getattr(module, "__file__", ""))):
             yield f"{kind.__module__}.{kind.__qualname__}"
             return
-        tree = _source(kind)
-        yield f"{kind.__qualname__} {ast.dump(tree)}"
-        yield from self._named({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}, vars(module))
+        text, names = _source(kind)
+        yield f"{kind.__qualname__} {text}"
+        yield from self._named(names, vars(module))
 
     def _module(self, module: ModuleType) -> Iterator[str]:
         file = str(getattr(module, "__file__", None) or "")  # built-in modules have none
@@ -144,7 +144,7 @@ class _Walk:
         else:
             yield module.__name__
 
-    def _named(self, names: set[str], scope: Mapping[str, object]) -> Iterator[str]:
+    def _named(self, names: Set[str], scope: Mapping[str, object]) -> Iterator[str]:
         for name in sorted(names & scope.keys()):
             yield f"{name} = {_plain(scope[name])}"
             yield from self.visit(scope[name])
@@ -169,7 +169,9 @@ def _plain(value: object) -> str:
     return f"<{type(value).__qualname__} object>" if " at 0x" in text else text
 
 
-def _source(value: FunctionType | type) -> ast.Module:
+@functools.cache
+def _source(value: FunctionType | type) -> tuple[str, frozenset[str]]:
+    """(syntax tree as text, names it uses)"""
     tree = ast.parse(textwrap.dedent(inspect.getsource(value)))
     for node in ast.walk(tree):
         if (
@@ -177,7 +179,7 @@ def _source(value: FunctionType | type) -> ast.Module:
             and ast.get_docstring(node) is not None
         ):
             node.body = node.body[1:] or [ast.Pass()]
-    return tree
+    return ast.dump(tree), frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
 
 
 def _bytecode(code: CodeType) -> str:

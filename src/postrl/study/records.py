@@ -69,6 +69,7 @@ class Job:
     folder: Path
     threads: int
     minutes: float  # wall-clock limit
+    commit: str | None  # of the study, when the job was written
 
     def write(self) -> None:
         """Into its folder."""

@@ -3,7 +3,7 @@
     OUT/registered.json             question, hypothesis and contrasts with date, hash and commit; grows, never shrinks
     OUT/runs/ARM/SEED/              job.json, log.txt, work/ (the arm's own files), then figures.json or traceback.txt
     OUT/bases/NAME-HASH/            files/ and made.json
-    OUT/results/                    results.json, report.html, summary.md, *.png: small enough to commit
+    OUT/results/                    results.json, summary.md, *.png: small enough to commit; report.html (5 MB)
 
 A run whose definition changed since (see `identity`) is never mixed with the others: the study stops with a sentence,
 until the old results are discarded by --fresh. Crashed runs are tried again by the next call. Runs are ordered seed by
@@ -14,6 +14,7 @@ import fcntl
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -23,10 +24,10 @@ from postrl.errors import UserError
 from postrl.files import read_json, write_json
 from postrl.study import executors, registration
 from postrl.study.answer import answer, show, write_answer
-from postrl.study.definition import Base, bases_of
+from postrl.study.definition import Base
 from postrl.study.finding import find, load
 from postrl.study.identity import base_key, plan_of
-from postrl.study.plan import Options, Plan, State, make_plan
+from postrl.study.plan import Options, Plan, Run, State, make_plan
 from postrl.study.records import Crashed, Job, read_done
 
 CRASHED = 1  # exit code, also of a broken instrument
@@ -84,18 +85,18 @@ def execute(plan: Plan) -> None:
     missing = [run for run in plan.wanted if read_done(run.folder) is None]
     workers = plan.options.jobs or max(1, processors() // plan.options.threads)
     start: executors.Executor = partial(executors.EXECUTORS[plan.options.executor], workers=workers)
-    for wave in _waves([(base, run.seed) for run in missing for base in bases_of([run.arm])], plan):
+    commit = registration.commit_of(plan.found.path.parent)
+    for wave in _waves(missing, plan, commit):
         _execute(start, wave)
     jobs = []
     for run in missing:
-        bases = {base.name: _base_folder(plan, base, run.seed) for base in run.arm.bases}
-        absent = next((name for name, folder in bases.items() if not (folder / "made.json").exists()), None)
-        job = _job(plan, "run", run.arm.name, run.seed, run.key, run.folder, run.arm.bases)
+        job = _job(plan, "run", run.arm.name, run.seed, run.key, run.folder, run.arm.bases, commit)
         _clear(job)
+        absent = _absent(job)
         if absent is None:
             jobs.append(job)
         else:
-            _fail(job, f"its base {absent} was not made", bases[absent])
+            _fail(job, f"its base {absent.name} was not made", absent)
     _execute(start, jobs)
 
 
@@ -104,22 +105,35 @@ def processors() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def _waves(needs: Sequence[tuple[Base, int]], plan: Plan) -> Iterator[list[Job]]:
+def _waves(missing: Sequence[Run], plan: Plan, commit: str | None) -> Iterator[list[Job]]:
     """Jobs of the bases that are not there, those that others need first. A wave is built after the one before ran."""
-    depth: dict[int, dict[Path, tuple[Base, int]]] = {}
-    for base, seed in needs:
-        depth.setdefault(_depth(base), {})[_base_folder(plan, base, seed)] = (base, seed)
-    for level in sorted(depth):
+    waves: dict[int, dict[Path, tuple[Base, int]]] = {}
+    for run in missing:
+        for base, seed in needed(run.arm.bases, run.seed):
+            waves.setdefault(_depth(base), {})[_base_folder(plan, base, seed)] = (base, seed)
+    for level in sorted(waves):
         jobs = []
-        for folder, (base, seed) in depth[level].items():
-            if (folder / "made.json").exists():
-                continue
-            key = base_key(base, plan.config, seed, plan.found.path.parent)
-            job = _job(plan, "base", base.name, 0 if base.shared else seed, key, folder, base.needs)
-            _clear(job)
-            if all((Path(needed) / "..").resolve().joinpath("made.json").exists() for needed in job.bases.values()):
-                jobs.append(job)
+        for folder, (base, seed) in waves[level].items():
+            if not (folder / "made.json").exists():
+                key = base_key(base, plan.config, seed, plan.options.threads, plan.found.path.parent)
+                job = _job(plan, "base", base.name, seed, key, folder, base.needs, commit)
+                _clear(job)
+                jobs += [job] if _absent(job) is None else []  # else what needs it says so
         yield jobs
+
+
+def needed(bases: Sequence[Base], seed: int) -> Iterator[tuple[Base, int]]:
+    """Every base that a run with this seed needs, also through others, with the seed it is made with."""
+    for base in bases:
+        own = 0 if base.shared else seed
+        yield from needed(base.needs, own)
+        yield base, own
+
+
+def _absent(job: Job) -> Path | None:
+    """The folder of a base that the job needs and that could not be made."""
+    folders = [Path(files).parent for files in job.bases.values()]
+    return next((folder for folder in folders if not (folder / "made.json").exists()), None)
 
 
 def _depth(base: Base) -> int:
@@ -127,14 +141,16 @@ def _depth(base: Base) -> int:
 
 
 def _base_folder(plan: Plan, base: Base, seed: int) -> Path:
-    key = base_key(base, plan.config, seed, plan.found.path.parent)
+    key = base_key(base, plan.config, seed, plan.options.threads, plan.found.path.parent)
     return plan.out / "bases" / f"{base.name}-{key}"
 
 
-def _job(plan: Plan, kind: str, name: str, seed: int, key: str, folder: Path, needs: Sequence[Base]) -> Job:
+def _job(
+    plan: Plan, kind: str, name: str, seed: int, key: str, folder: Path, needs: Sequence[Base], commit: str | None
+) -> Job:
     bases = {base.name: str(_base_folder(plan, base, seed) / "files") for base in needs}
-    variant, limit = plan.options.variant, plan.study.budget.run_minutes
-    return Job(kind, plan.found.path, name, seed, key, variant, bases, folder, plan.options.threads, limit)
+    limit, threads = plan.study.budget.run_minutes, plan.options.threads
+    return Job(kind, plan.found.path, name, seed, key, plan.options.variant, bases, folder, threads, limit, commit)
 
 
 def _clear(job: Job) -> None:
@@ -146,11 +162,13 @@ def _clear(job: Job) -> None:
 
 
 def _execute(start: executors.Executor, jobs: Sequence[Job]) -> None:
+    began = time.monotonic()
     for count, ended in enumerate(start(jobs), 1):
         job, result = ended.job, "made.json" if ended.job.kind == "base" else "figures.json"
         if (job.folder / result).exists():
             seconds = read_json(job.folder / result, "a result")["seconds"]
-            print(f"{count}/{len(jobs)} {job.label}: done in {seconds:.0f} s", flush=True)
+            left = (time.monotonic() - began) / count * (len(jobs) - count) / 60
+            print(f"{count}/{len(jobs)} {job.label}: done in {seconds:.0f} s, {left:.1f} min left", flush=True)
         else:
             _fail(job, ended.reason or f"ended without {result}", job.folder)
 
@@ -158,7 +176,7 @@ def _execute(start: executors.Executor, jobs: Sequence[Job]) -> None:
 def _fail(job: Job, reason: str, where: Path) -> None:
     traceback_ = where / "traceback.txt"
     if traceback_.exists():
-        reason = f"{reason}: {traceback_.read_text(encoding='utf-8').strip().splitlines()[-1]}"
+        reason = f"{reason}: {traceback_.read_text(encoding='utf-8').strip().splitlines()[-1]}"[:300]
     file = next(path for name in ("traceback.txt", "log.txt", "job.json") if (path := where / name).exists())
     write_json(job.folder / "crash.json", {"reason": reason, "file": str(file)})
     print(f"{job.label}: CRASHED, {reason}; see {file}", flush=True)
@@ -179,7 +197,9 @@ def survey(plan: Plan) -> State:
             crashed.append(Crashed(run.arm.name, run.seed, str(said["reason"]), str(shown)))
         elif run.core:
             absent.append((run.arm.name, run.seed))
-    spent = [read_json(path, "a base")["cpu_seconds"] for path in sorted((plan.out / "bases").glob("*/made.json"))]
+    uses = {_base_folder(plan, base, seed) for run in plan.known for base, seed in needed(run.arm.bases, run.seed)}
+    made = [folder / "made.json" for folder in sorted(uses) if (folder / "made.json").exists()]
+    spent = [float(read_json(path, "a base")["cpu_seconds"]) for path in made]
     there = {path.name for path in (plan.out / "runs").glob("*") if path.is_dir()}
     foreign = sorted(there - {run.arm.name for run in plan.known})
     return State(plan, tuple(done), tuple(crashed), tuple(absent), sum(spent), tuple(foreign))

@@ -24,7 +24,6 @@ from postrl.files import whole_folder, write_json
 from postrl.study.definition import BaseContext, Context, Study, bases_of
 from postrl.study.finding import load
 from postrl.study.records import Done, Job, check_figures
-from postrl.study.registration import commit_of
 
 
 def main(folder: Path) -> int:
@@ -78,7 +77,7 @@ def do(job: Job) -> None:
         seconds=round(time.monotonic() - began, 2),
         cpu_seconds=round(time.process_time() - cpu, 2),
         version=postrl.__version__,
-        commit=commit_of(job.study.parent),
+        commit=job.commit,
     )
     write_json(job.folder / "figures.json", done.to_json())
 

@@ -32,7 +32,6 @@ HYPOTHESIS = "It does, by 0.3; the echo, which is the plain arm under another na
 class Sizes:
     problems: int = 12
     level: float = 0.4
-    wait: float = 0.0
 
 
 def prepare(context: BaseContext[float]) -> None:
@@ -43,7 +42,7 @@ LEVEL = Base("level", prepare, options=lambda sizes: sizes.level)
 
 
 def run(context: Context[Sizes], gain: float, key: int) -> Figures:
-    time.sleep(context.config.wait)
+    time.sleep(float(os.environ.get("TOY_WAIT", "0")))
     (context.folder / "note.txt").write_text("a file of the arm", encoding="utf-8")
     if os.environ.get("TOY_CRASH") == f"{context.arm}/{context.seed}":
         raise ValueError("the toy was told to crash <b>here</b>")
