@@ -146,10 +146,15 @@ class Summary:
         return {kind: _ratio(self.kinds[kind], self.steps) for kind in StepKind}
 
     @property
+    def composed(self) -> int:
+        """Steps of several contractions at once that the grammar allows."""
+        return sum(self.kinds[kind] for kind in COMPOSED)
+
+    @property
     def novel(self) -> int:
         """Steps of a kind that pretraining never showed: composed contractions, and invalid rewrites. Identities and
         expansions are left out: neither brings a word nearer to its root."""
-        return self.kinds[StepKind.INVALID] + sum(self.kinds[kind] for kind in COMPOSED)
+        return self.kinds[StepKind.INVALID] + self.composed
 
     @property
     def novel_per_thousand(self) -> float:
@@ -159,7 +164,7 @@ class Summary:
     @property
     def selectivity(self) -> float:
         """Share of the novel steps that the grammar allows."""
-        return _ratio(sum(self.kinds[kind] for kind in COMPOSED), self.novel)
+        return _ratio(self.composed, self.novel)
 
 
 def summarise(traces: Iterable[Trace]) -> Summary:
