@@ -163,7 +163,7 @@ def _list_studies() -> None:
     from postrl.study import finding
 
     for name, path in finding.studies().items():
-        print(f"{name}: {finding.load(path).summary}")
+        print(f"{name}: {finding.summary(path)}")
     if not finding.studies():
         print("no studies are installed; give the path of a study.py")
 

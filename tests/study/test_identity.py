@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from postrl.study.finding import Found
-from postrl.study.identity import base_key, code_of, run_key
+from postrl.study.identity import base_key, describe, run_key
 
 Edit = Callable[..., Found]
 
@@ -79,7 +79,7 @@ def test_a_shared_base_is_the_same_for_every_seed(edited: Edit):
 def here(value: object) -> list[str]:
     from pathlib import Path
 
-    return code_of(value, Path(__file__).parent)
+    return describe(value, Path(__file__).parent)
 
 
 def twice(function: Callable[[int], int], other: object = None) -> int:

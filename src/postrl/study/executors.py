@@ -67,13 +67,13 @@ def ray(jobs: Sequence[Job], workers: int) -> Iterator[Ended]:
     Ray decides where and when; each task runs one process as `local` does. All nodes must see the study's file and
     folder of results at the same path, and have the same postrl installed.
     """
+    if not jobs:
+        return
     try:
         import ray as cluster
         from ray.exceptions import RayError
     except ImportError as error:
         raise UserError('--executor ray needs Ray: pip install "postrl[ray]"') from error
-    if not jobs:
-        return
     started = not cluster.is_initialized()
     if started and os.environ.get("RAY_ADDRESS"):
         cluster.init(log_to_driver=False, logging_level=logging.WARNING)

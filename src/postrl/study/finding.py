@@ -1,5 +1,6 @@
 """Finding studies: studies/NAME/study.py, by name or by path."""
 
+import ast
 import importlib.util
 import sys
 from dataclasses import dataclass
@@ -56,7 +57,12 @@ def load(path: Path) -> Found:
     if not isinstance(study, Study):
         raise UserError(f"{path} is not a study: it must define `STUDY = Study(…)`")
     study.check()
-    return Found(path.parent.name, path, study, (module.__doc__ or "").strip().partition("\n")[0])
+    return Found(path.parent.name, path, study, summary(path))
+
+
+def summary(path: Path) -> str:
+    """First line of a study's docstring, read without running the file."""
+    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
 
 
 def _module(path: Path) -> ModuleType:

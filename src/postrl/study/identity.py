@@ -12,7 +12,7 @@ import hashlib
 import inspect
 import json
 import textwrap
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 
@@ -56,14 +56,15 @@ def contrast_text(contrast: Contrast) -> str:
     return f"{c.treatment} {c.expect} than {c.control} in {c.metric}; a difference of {c.worth:g} matters"
 
 
-def code_of(function: object, folder: Path) -> list[str]:
+@functools.cache
+def code_of(function: Callable[..., object], folder: Path) -> list[str]:
     """The code that `function` runs, as far as it lies in `folder`, in a fixed order."""
-    return sorted(set(_Walk(folder.resolve()).visit(function)))
+    return describe(function, folder)
 
 
 def describe(value: object, folder: Path) -> list[str]:
     """The same for a value, such as a configuration."""
-    return code_of(value, folder)
+    return sorted(set(_Walk(folder.resolve()).visit(value)))
 
 
 class _Walk:
@@ -150,7 +151,12 @@ class _Walk:
             yield from self.visit(scope[name])
 
     def _inside(self, file: str) -> bool:
-        return bool(file) and Path(file).resolve().is_relative_to(self.folder)
+        return bool(file) and _resolved(file).is_relative_to(self.folder)
+
+
+@functools.cache
+def _resolved(file: str) -> Path:
+    return Path(file).resolve()
 
 
 def _plain(value: object) -> str:

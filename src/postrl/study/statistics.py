@@ -150,12 +150,14 @@ def _table(rows: Sequence[Measured]) -> tuple[Float[np.ndarray, "S P"], int, boo
 
 def holm(p: Sequence[float]) -> list[float]:
     """Holm's adjusted p-values; an undefined one counts as 1, so that it still makes the family larger."""
+    if not p:
+        return []
     try:
         from statsmodels.stats.multitest import multipletests
     except ImportError as error:
         raise UserError(EXTRA) from error
     known = [1.0 if math.isnan(value) else value for value in p]
-    return np.asarray(multipletests(known, alpha=ALPHA, method="holm")[1]).tolist() if known else []
+    return np.asarray(multipletests(known, alpha=ALPHA, method="holm")[1]).tolist()
 
 
 def word(contrast: Contrast, found: Estimate, p: float) -> Word:
