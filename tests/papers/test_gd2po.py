@@ -162,8 +162,8 @@ def test_few_answers_left_stay_bounded():
 
 def test_a_penalty_turns_the_sign():
     """Reward ½ of weight 1 and cost of weight −1: who is better and costs more conflicts; better and cheaper agrees."""
-    costly, cheap = [[1.0, 5.0], [0.0, 0.0]], [[1.0, 0.0], [0.0, 5.0]]
-    for vectors, kept in ((costly, False), (cheap, True)):
+    costly, cheap, free = [[1.0, 5.0], [0.0, 0.0]], [[1.0, 0.0], [0.0, 5.0]], [[1.0, 5.0], [0.0, 5.0]]
+    for vectors, kept in ((costly, False), (cheap, True), (free, True)):
         batch = batch_of(vectors, [0, 0], weights=[1.0, -1.0])
         assert judged(credit_per_reward(batch), batch).kept.tolist() == [kept] * 2
 
