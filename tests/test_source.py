@@ -151,16 +151,18 @@ def test_bad_options_are_named():
         on_policy(policy=policy(context_length=2))(0)
 
 
-def test_the_sampler_is_refreshed_at_every_call_and_kept():
+@pytest.mark.parametrize("given", [False, True])
+def test_the_policys_own_sampler_is_made_anew_at_every_call_and_a_given_one_refreshed(given: bool):
+    """What a sampler holds would otherwise stay in memory while the policy trains."""
     made = []
     sampler = Scripted(lambda context, key: "ab")
     sampler.refresh = lambda: made.append("refresh")
     model = policy()
     model.sampler = lambda: made.append("new") or sampler
-    source = on_policy(policy=model)
+    source = on_policy(policy=model, **({"make_sampler": model.sampler} if given else {}))
     for step in range(3):
         source(step)
-    assert made == ["new", "refresh", "refresh"]
+    assert made == (["new", "refresh", "refresh"] if given else ["new", "new", "new"])
 
 
 def test_after_a_failed_step_nothing_has_moved_and_the_source_can_be_used_again():
@@ -172,9 +174,8 @@ def test_after_a_failed_step_nothing_has_moved_and_the_source_can_be_used_again(
         return 1.0
 
     task = Problems("q", QUESTIONS, Rubric((Reward("r", reward),)))
-    source, made = on_policy(task), []
-    sampler = source.policy.sampler
-    source.policy.sampler = lambda: made.append("new") or sampler()
+    made, own = [], policy()
+    source = on_policy(task, policy=own, make_sampler=lambda: made.append("new") or own.sampler())
     first = source(0)
     fail[0] = True
     with pytest.raises(RewardError):

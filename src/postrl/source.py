@@ -75,7 +75,9 @@ class OnPolicy:
             version=step,
             answer=self.answer,
         )
-        self._sampler, self.position = sampler, numbers.stop
+        # The policy's own is made anew each step: its weights and keys would stand beside the update's activations.
+        self._sampler = None if self._make_sampler is None else sampler
+        self.position = numbers.stop
         return rollouts
 
     def state_dict(self) -> dict[str, object]:
