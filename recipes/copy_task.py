@@ -9,6 +9,7 @@ from postrl.envs.copy_task import copy_task
 from postrl.evaluate import Evaluation, evaluate
 from postrl.policies.base import Sampling
 from postrl.policies.chat import Characters
+from postrl.policies.critic import ActorCritic, TabularCritic, Values
 from postrl.policies.tabular import Tabular
 from postrl.settings import Settings
 from postrl.source import OnPolicy
@@ -70,15 +71,18 @@ def main(config: Config) -> Result:
             seed=config.train.seed,
         )
 
+    method = papers.method(config.method)
+    model = ActorCritic(policy, TabularCritic.zeros(policy)) if "values" in method.needs else policy
     described = asdict(config)
     for name in ("train", "out", "resume"):
         del described[name]
     return train(
-        papers.method(config.method),
-        policy,
+        method,
+        model,
         source,
         config.train,
         config.out,
+        enrich=[Values(model, config.train.token_budget)] if isinstance(model, ActorCritic) else [],
         evaluate=evaluation,
         describe={**described, "task": task.name, "characters": config.alphabet},
         resume=config.resume,

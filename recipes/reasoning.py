@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from torch import nn
+
 from postrl import papers
 from postrl.cli import Options, run_recipe, use_threads
 from postrl.compute import compute_dtype, name_of
@@ -18,7 +20,9 @@ from postrl.display import Display
 from postrl.envs.base import Task
 from postrl.envs.reasoning import ReasoningTask
 from postrl.evaluate import Evaluation, evaluate
+from postrl.memory import keep_memory
 from postrl.policies.base import Policy, Renderer, Sampling
+from postrl.policies.critic import ActorCritic, DecoderCritic, Values, parameter_groups
 from postrl.policies.loading import load_policy
 from postrl.policies.lora import LoRA
 from postrl.rewards.exact import EXTRACTIONS
@@ -65,6 +69,12 @@ class Config:
     """Of sampling, in training and evaluation."""
     max_tokens: int = 16
     """Longest completion."""
+    critic: Literal["copied", "random"] = "copied"
+    """Where the critic of a method that has one (ppo) starts: from the policy's trunk, or from nothing."""
+    critic_scale: float = 5.0
+    """Its learning rate over the policy's."""
+    critic_warmup: int = 0
+    """Steps in which only the critic trains."""
     lora_rank: int = 0
     """Train a LoRA adapter of this rank instead of all weights; 0 trains all weights."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -98,6 +108,7 @@ def main(config: Config, task: Task | None = None, before: Evaluation | None = N
     """One run. `before` is the evaluation of the untrained model, if it is known already."""
     config.train.check()
     use_threads(config.threads)
+    keep_memory()
     method = make_method(config.method, config.options, config.max_tokens)
     task = make_task(config) if task is None else task
     lora = LoRA(rank=config.lora_rank, alpha=2.0 * config.lora_rank) if config.lora_rank else None
@@ -105,6 +116,8 @@ def main(config: Config, task: Task | None = None, before: Evaluation | None = N
     policy, renderer = load_policy(
         config.model, lora=lora, compute_dtype=compute, recompute=config.recompute, seed=config.train.seed
     )
+    model = with_critic(policy, config) if "values" in method.needs else policy
+    critic = isinstance(model, ActorCritic)
     source = OnPolicy(
         task,
         policy,
@@ -121,10 +134,12 @@ def main(config: Config, task: Task | None = None, before: Evaluation | None = N
         del describe[name]
     return train(
         method,
-        policy,
+        model,
         source,
         config.train,
         config.out,
+        enrich=[Values(model, config.train.token_budget, config.critic_warmup)] if critic else [],
+        parameters=parameter_groups(config.critic_scale) if critic else None,
         reference=reference,
         evaluate=lambda: measure(config, policy, renderer, task),
         before=before,
@@ -144,6 +159,16 @@ def make_method(name: str, options: Mapping[str, object], max_tokens: int) -> pa
     known = inspect.signature(constructor).parameters if constructor is not None else {}
     lengths = {"length": max_tokens, "max_length": max_tokens, "cache": max(1, max_tokens // 5)}
     return papers.method(name, **{k: v for k, v in lengths.items() if k in known} | dict(options))
+
+
+def with_critic(policy: Policy, config: Config) -> ActorCritic:
+    """The policy beside a decoder of its size that gives values. Raises UserError for engines other than ours."""
+    assert isinstance(policy, nn.Module)
+    critic = DecoderCritic.copied(policy)
+    if config.critic == "random":
+        like, critic = critic.trunk, DecoderCritic.random(critic.trunk.config, config.train.seed)
+        critic.trunk.compute_dtype, critic.trunk.recompute = like.compute_dtype, like.recompute
+    return ActorCritic(policy, critic)
 
 
 def sampling(config: Config) -> Sampling:

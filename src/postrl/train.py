@@ -332,7 +332,8 @@ class Loop:
         self.metrics.write({"step": step, **metrics})
         self.accelerator.log(metrics, step=step)
         self.display.step(step, metrics)
-        idle = metrics.get("groups/constant") == 1 or metrics.get("units/kept") == 0
+        compares = "reward shift" not in self.method.exempt  # else a group without variance is nothing special
+        idle = (compares and metrics.get("groups/constant") == 1) or metrics.get("units/kept") == 0
         constant = progress.constant + 1 if idle else 0
         if constant and constant % self.settings.warn_constant == 0:
             self.display.say(

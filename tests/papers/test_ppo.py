@@ -11,12 +11,14 @@ from accelerate import Accelerator
 import laws
 import reference
 from builders import ragged_batch
-from copy_run import Copying, letters_policy, run
+from copy_run import Copying, figures, letters_policy, quiet, run
+from postrl import recipes_folder
 from postrl.advantages import gae
 from postrl.batch import Batch, Stop
 from postrl.errors import UserError
 from postrl.method import Method
 from postrl.optimise import Seen, Trainer, update
+from postrl.papers.grpo import grpo
 from postrl.papers.ppo import ppo, value_error
 from postrl.papers.reinforce import reinforce
 from postrl.policies.critic import ActorCritic, TabularCritic, Values, parameter_groups
@@ -295,6 +297,27 @@ def test_a_run_without_a_critic_is_told(tmp_path: Path):
     model = ActorCritic(policy, TabularCritic.zeros(policy))
     with pytest.raises(UserError, match="no values"):
         run(tmp_path / "b", ppo(), model, Copying(policy))
+
+
+def test_groups_without_variance_are_no_cause_for_a_warning(tmp_path: Path):
+    """A lone answer has no variance in its group, and PPO learns from it; GRPO (the control) does not."""
+    for method, warned in ((ppo(), False), (grpo(), True)):
+        policy = letters_policy()
+        model = ActorCritic(policy, TabularCritic.zeros(policy))
+        source = Copying(policy, groups=2, size=2, score=lambda prompt, answer: {"correct": 1.0})
+        display, text = quiet()
+        rest = {"enrich": [Values(model)], "display": display}
+        run(tmp_path / method.name, method, model, source, rest=rest, steps=1, warn_constant=1)
+        assert ("nothing is learnt" in " ".join(text.getvalue().split())) == warned
+
+
+@pytest.mark.slow
+def test_the_smallest_recipe_gives_it_a_critic(tmp_path: Path):
+    recipe = recipes_folder.load("copy_task")
+    few = Settings(steps=2, updates=1, learning_rate=0.1)
+    told = recipe.config(method="ppo", groups_per_step=2, group_size=1, alphabet="ab", train=few, out=tmp_path / "run")
+    assert recipe.main(told).status == "finished"
+    assert "method/explained_variance" in figures(tmp_path / "run")[-2]
 
 
 @pytest.mark.parametrize(
