@@ -167,8 +167,8 @@ def test_grpo_trl_single(load):
 
 
 def test_zero_variance_in_float32(load):
-    """Sixty constant groups on which the released float32 code gives up to 0.19: exactly 0, for every group method whose
-    credit needs nothing but these rewards."""
+    """Sixty constant groups on which the released float32 code gives up to 0.19: exactly 0, for every group method that
+    needs nothing but rewards."""
     v = load("zero_variance_fp32")
     plain = {n: m for n, m in methods().items() if not m().needs - {"logp_old"}}
     constructors = {n: m for n, m in plain.items() if "reward shift" not in m().exempt}
