@@ -63,7 +63,7 @@ def main(config: Config) -> None:
                 run(row, bench, config.fresh)
             except (WorkerError, Mismatch) as error:
                 raise UserError(f"row {row.name}: {error}") from error
-    write_page(sorted(folder.glob("*.json")), page)
+            write_page(sorted(folder.glob("*.json")), page)
     print(f"page: {page}", flush=True)
 
 

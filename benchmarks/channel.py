@@ -23,25 +23,31 @@ class WorkerError(Exception):
 class Laps:
     """The worker's end. The time from a go to the next call of `lap` is one lap; its facts come with that call.
 
+    Both clocks are reported: processor time of all threads tells what was done where something else ran, too.
+
     Workers print what they like: everything but the reports goes to their standard error.
     """
 
     def __init__(self) -> None:
         self._out = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)
-        self._start: float | None = None
+        self._start: tuple[float, float] | None = None  # on the wall and of this process
 
     def lap(self, **facts: object) -> None:
         """Report the lap that ends here (the first call: that the worker is ready) and wait for the next one."""
-        end = time.perf_counter()
+        end = _clocks()
         report: dict[str, object] = {"peak_bytes": peak_bytes(), **facts}
         if self._start is not None:
-            report["seconds"] = end - self._start
+            report["seconds"], report["cpu_seconds"] = (b - a for a, b in zip(self._start, end, strict=True))
         self._out.write(json.dumps(report) + "\n")
         self._out.flush()
         if not sys.stdin.readline():
             os._exit(0)  # the parent has gone or has all it wants: nothing is to be saved
-        self._start = time.perf_counter()
+        self._start = _clocks()
+
+
+def _clocks() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
 
 
 def peak_bytes() -> int | None:

@@ -11,9 +11,10 @@ from benchmarks.work import Conditions, Job, Work
 from postrl.errors import UserError
 from postrl.files import whole_folder
 from postrl.policies.chat import ChatTemplate, PlainText
+from postrl.policies.checkpoint_io import cache
 from postrl.policies.decoder import Decoder
 from postrl.policies.decoder_config import DecoderConfig
-from postrl.policies.loading import cache, resolve
+from postrl.policies.loading import resolve
 
 # 3.0 M parameters and one token per byte: an arithmetic-free model whose time is not only matrix products.
 CHARACTERS = DecoderConfig(

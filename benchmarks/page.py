@@ -46,13 +46,12 @@ def write_page(files: Sequence[Path], page: Path) -> None:
 def section(data: Mapping, picture: str | None) -> str:
     """What one machine's results say. picture: its file's name; None if there is none."""
     m = data["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in m["versions"].items())
     memory = m["memory_bytes"] / 2**30
     lines = [
         f"## {m['processor']}, {m['cores']} cores",
         "",
         f"{memory:.0f} GB, {', '.join(m['flags']) or 'no vector extensions known'}; {m['system']}; "
-        f"Python {m['python']}; {versions}; {m['date']}.",
+        f"Python {m['python']}; {m['date']}.",
         "",
         _conditions(data["rows"].values()),
         "",
@@ -64,10 +63,17 @@ def section(data: Mapping, picture: str | None) -> str:
 
 
 def _conditions(entries) -> str:
-    """Threads, type and commit: once if all rows agree, else each kind."""
+    """Threads, type, versions and commit: once if all rows agree, else each kind."""
     seen = dict.fromkeys(
-        f"{e['conditions']['threads']} threads, {e['conditions']['compute']} products, "
-        f"OMP_WAIT_POLICY {e['conditions']['wait_policy']}, source {e['commit'] or 'unknown'}"
+        ", ".join(
+            [
+                f"{e['conditions']['threads']} threads",
+                f"{e['conditions']['compute']} products",
+                f"OMP_WAIT_POLICY {e['conditions']['wait_policy']}",
+                *(f"{name} {version}" for name, version in e["versions"].items()),
+                f"source {e['commit'] or 'unknown'}",
+            ]
+        )
         for e in entries
     )
     busy = [float(r["load"]) for e in entries for made in e["rounds"] for r in made.values() if "load" in r]

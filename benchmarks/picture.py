@@ -50,9 +50,9 @@ def _axes(rows: Mapping[str, Mapping]) -> dict[str, list[tuple[int, pairs.Spread
     """Scaling rows by what they vary."""
     axes: dict[str, list[tuple[int, pairs.Spread]]] = {}
     for entry in rows.values():
-        ratio = pairs.speed(entry["rounds"], entry["peers"][0]) if entry["axis"] is not None else None
+        axis, value = entry["axis"] or ("", 0)
+        ratio = pairs.speed(entry["rounds"], entry["peers"][0]) if axis else None
         if ratio is not None:
-            axis, value = entry["axis"]
             axes.setdefault(axis, []).append((value, ratio))
     return {axis: sorted(points, key=lambda point: point[0]) for axis, points in axes.items()}
 

@@ -26,24 +26,24 @@ class Results:
         """The row's entry: rounds made before if they may be continued, else a new one.
 
         They may if work, conditions, versions and the last commit of the source are the same. A row that has all its
-        pairs is kept whatever the commit (the page shows it), unless `fresh`.
+        pairs is kept whatever versions and commit (the page shows them), unless `fresh`.
         """
-        same = {"work": asdict(row.work), "conditions": asdict(conditions), "versions": machine.versions()}
+        same = {"work": asdict(row.work), "conditions": asdict(conditions)}
+        source = {"versions": machine.versions(), "commit": machine.commit()}
         old = self.data["rows"].get(row.name)
-        commit = machine.commit()
-        if old is not None and not fresh:
+        if old is not None and not fresh and {key: old[key] for key in same} == same:
             complete = len(old["rounds"]) >= row.pairs
-            if {key: old[key] for key in same} == same and (complete or old["commit"] == commit):
+            if complete or {key: old[key] for key in source} == source:
                 return old
         new = {
             **same,
+            **source,
             "title": row.title,
             "axis": list(row.axis) if row.axis else None,
             "peers": [side.name for side in row.peers],
             "once": [side.name for side in row.once],
             "goals": [asdict(goal) for goal in row.goals],
             "pairs": row.pairs,
-            "commit": commit,
             "missing": {},
             "rounds": [],
         }

@@ -20,6 +20,7 @@ from benchmarks.rows import OURS, STATISTICS, Row, Side
 from benchmarks.work import Conditions, Job
 
 LEAST_COSINE = {"float32": 0.9999, "bfloat16": 0.99}
+HINT = "make bench-envs"
 NORM_BOUND = {"float32": 1e-3, "bfloat16": 2e-2}
 
 
@@ -48,7 +49,7 @@ class Bench:
             there = subprocess.run([str(self.vllm), "-c", code], check=False).returncode == 0
         else:
             there = False
-        return None if there else f"{side.needs} is not installed: make bench-envs"
+        return None if there else f"{side.needs} is not installed: {HINT}"
 
     def start(self, side: Side, job: Job) -> Worker:
         """The side's process, ready for its first lap."""
@@ -83,6 +84,8 @@ def run(row: Row, bench: Bench, fresh: bool = False) -> None:
     Raises WorkerError or Mismatch if it is postrl's own side that fails.
     """
     entry = bench.results.entry(row, bench.conditions, fresh)
+    if _installed_since(row, bench, entry):
+        entry = bench.results.entry(row, bench.conditions, fresh=True)
     if len(entry["rounds"]) >= row.pairs:
         print(f"{row.name}: {len(entry['rounds'])} pairs are there already", flush=True)
         return
@@ -110,6 +113,12 @@ def run(row: Row, bench: Bench, fresh: bool = False) -> None:
     finally:
         for worker in workers.values():
             worker.stop()
+
+
+def _installed_since(row: Row, bench: Bench, entry: Mapping) -> bool:
+    """Whether a peer that was not installed when the row was measured is now."""
+    lacked = [side for side in (*row.peers, *row.once) if entry["missing"].get(side.name, "").endswith(HINT)]
+    return any(bench.absent(side) is None for side in lacked)
 
 
 def _begin(side: Side, row: Row, bench: Bench, job: Job, workers: dict[str, Worker]) -> None:
@@ -198,4 +207,10 @@ def _fail(row: Row, bench: Bench, side: str, error: Exception) -> None:
 
 
 def _tell(made: Mapping[str, dict]) -> None:
-    print("  " + ", ".join(f"{name} {pairs.seconds(report):.3f} s" for name, report in made.items()), flush=True)
+    print(
+        "  "
+        + ", ".join(
+            f"{name} {pairs.seconds(report):.3f} s (cpu {report['cpu_seconds']:.3f})" for name, report in made.items()
+        ),
+        flush=True,
+    )

@@ -187,6 +187,19 @@ def test_another_work_or_source_starts_a_row_anew(bench: run.Bench, monkeypatch:
     assert results.entry(row, replace(bench.conditions, threads=2))["rounds"] == []
 
 
+def test_a_complete_row_is_measured_again_once_its_missing_peer_is_there(
+    bench: run.Bench, monkeypatch: pytest.MonkeyPatch
+):
+    row = Row("row", "a row", SAMPLE, (Side("a", "fake_side", needs="late_package", variant="a"),), pairs=1, warm=0)
+    for _ in range(2):
+        run.run(row, bench)
+    assert diary(bench) == ["ours"]  # still not there: nothing to do
+    (bench.scratch / "late_package.py").write_text("")
+    monkeypatch.syspath_prepend(bench.scratch)
+    run.run(row, bench)
+    assert diary(bench) == ["ours", "ours", "a"] and not saved(bench)["missing"]
+
+
 def test_fresh_measures_a_complete_row_again(bench: run.Bench):
     row = Row("row", "a row", SAMPLE, pairs=1, warm=0)
     run.run(row, bench)
@@ -417,7 +430,15 @@ def test_trl_agrees_and_does_the_same_work(characters: Path, tmp_path: Path):
 def sample_results() -> dict:
     """One machine: a row that meets one goal and misses another, a peer that is absent, a limit, a scaling row."""
     conditions = {"threads": 2, "compute": "float32", "wait_policy": "default"}
-    shared = {"conditions": conditions, "commit": "abc", "axis": None, "once": [], "missing": {}, "goals": []}
+    shared = {
+        "conditions": conditions,
+        "versions": {"torch": "2.13.0"},
+        "commit": "abc",
+        "axis": None,
+        "once": [],
+        "missing": {},
+        "goals": [],
+    }
     step = shared | {
         "title": "a step",
         "work": {"kind": "step"},
@@ -450,7 +471,6 @@ def sample_results() -> dict:
         "memory_bytes": 8 * 2**30,
         "system": "Linux 6",
         "python": "3.11",
-        "versions": {"torch": "2.13.0"},
         "date": "today",
         "commit": "abc",
     }

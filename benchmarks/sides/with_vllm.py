@@ -12,7 +12,7 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="WARNING",
 )
 
-from vllm import LLM, SamplingParams
+from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
 from benchmarks.channel import Laps
 from benchmarks.work import Job
