@@ -9,9 +9,14 @@ import laws
 import reference
 from postrl.advantages import over_steps
 from postrl.batch import Batch
+from postrl.collect import Limits, collect
+from postrl.envs.two_turn import TwoTurn
 from postrl.errors import UserError
 from postrl.papers.gigpo import anchor_groups, gigpo, step_returns
 from postrl.papers.grpo import grpo
+from postrl.policies.base import Sampling
+from postrl.rollout import collate
+from scripted import CHARACTERS, Scripted
 
 OPTIONS = [
     {"norm": "mean_std_norm", "singleton": "raw"},
@@ -119,3 +124,24 @@ def test_a_batch_without_observations_or_rewards_is_refused():
         gigpo().advantage(replace(batch, step_groups=None))
     with pytest.raises(UserError, match="step rewards"):
         gigpo().advantage(replace(batch, step_rewards=None))
+
+
+def test_a_worlds_observations_make_the_groups():
+    """One task group over two secrets: both second turns about "a" are compared, the lone one about "b" is not.
+
+    Everyone's opening is alike: returns γ·1, 0, γ·1 there have the mean γ·2/3; the second turns about "a" 1 and 0."""
+    task = TwoTurn(length=1, alphabet="ab", test_share=0)
+    secrets = {task.environment("train", index).info["answer"]: index for index in range(2)}
+    worlds = [task.environment("train", secrets[secret]) for secret in "aab"]
+    sampler = Scripted(lambda context, key: "x" if key[-1] == 0 or key[3] == 1 else context[-1])
+    keys = [(0, 0, 0, sample) for sample in range(3)]
+    rollouts = collect(sampler, CHARACTERS, worlds, keys, Sampling(), task.rubric, Limits(max_turns=2))
+    batch = collate(rollouts).to(dtype=torch.float64)
+    assert batch.step_groups is not None and batch.step_groups.tolist() == [[0, 1], [0, 1], [0, 2]]
+    advantage = gigpo(gamma=0.5).advantage(batch)
+    for unit, (first, second) in enumerate(
+        [(1 / 3 + 1 / 6, 1 / 3 + 1 / 2), (-2 / 3 - 1 / 3, -2 / 3 - 1 / 2), (0.5, 1 / 3)]
+    ):
+        for segment, wanted in enumerate((first, second)):
+            got = advantage[unit][batch.segment[unit] == segment]
+            laws.equal(got, [wanted] * 2)
