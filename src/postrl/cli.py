@@ -147,25 +147,12 @@ def study(
         out: Folder of the results; by default runs/studies/NAME/full or …/quick.
         fresh: Discard the results in `out` first. What was registered stays written down.
     """
+    from postrl.study.runner import Options, print_studies, run_study
+
     if name is None:
-        _list_studies()
-        return
-    from postrl.study.plan import Options
-    from postrl.study.runner import run_study
-
-    options = Options(quick, extended, seeds, jobs, threads, executor, out, fresh)
-    code = run_study(name, options)
-    if code:
+        print_studies()
+    elif code := run_study(name, Options(quick, extended, seeds, jobs, threads, executor, out, fresh)):
         sys.exit(code)
-
-
-def _list_studies() -> None:
-    from postrl.study import finding
-
-    for name, path in finding.studies().items():
-        print(f"{name}: {finding.summary(path)}")
-    if not finding.studies():
-        print("no studies are installed; give the path of a study.py")
 
 
 def measure(

@@ -37,9 +37,9 @@ def test_how_a_process_ended(toy: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert "told to crash" in (tmp_path / "crashed" / "log.txt").read_text(encoding="utf-8")
 
 
-CHILD = """import subprocess
-    (context.folder / "child").write_text(str(subprocess.Popen(["sleep", "60"]).pid))
-    time.sleep(60)"""
+CHILD = """    import subprocess
+        (context.folder / "child").write_text(str(subprocess.Popen(["sleep", "60"]).pid))
+        time.sleep(60)"""
 
 
 def gone(pid: int) -> bool:
@@ -49,8 +49,9 @@ def gone(pid: int) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks for a process in /proc")
-def test_a_run_past_its_limit_is_ended_with_all_it_started(toy: Path, tmp_path: Path):
-    text = toy.read_text(encoding="utf-8").replace('time.sleep(float(os.environ.get("TOY_WAIT", "0")))', CHILD)
+def test_a_run_past_its_limit_is_ended_with_all_it_started(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TOY_WAIT", "plain")
+    text = toy.read_text(encoding="utf-8").replace("    time.sleep(60)", CHILD)
     toy.write_text(text, encoding="utf-8")
     late = job(toy, tmp_path / "late", minutes=0.2)
     (ended,) = local([late], 1)

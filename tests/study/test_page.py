@@ -41,7 +41,11 @@ def found() -> Answer:
         contrasts=(Finding(contrast, estimate, 0.01, "supported"),),
         must_fail=(Finding(contrast, empty, nan, "too noisy to say"),),
         exploratory=(Finding(contrast, empty, nan, "too noisy to say"),),
-        levels=(Level("new", "score", estimate, False), Level("old", "score", empty, True)),
+        levels=(
+            Level("new", "score", estimate, False),
+            Level("old", "score", empty, True),
+            Level(EVIL, "score", estimate, False),
+        ),
         metrics=(("score", EVIL),),
         notes=(EVIL,),
         crashed=(Crashed("new", 1, EVIL, EVIL),),
@@ -50,7 +54,7 @@ def found() -> Answer:
             Registration("2026-01-01", None, {"hypothesis": EVIL, "contrasts": [EVIL]}, "0", 0, "first"),
             Registration("2026-01-02", EVIL, {"hypothesis": EVIL, "contrasts": [EVIL]}, "0", 3, "changed"),
         ),
-        runs=(done("new", 0, 1.0), done("old", 0, nan)),
+        runs=(done("new", 0, 1.0), done("old", 0, nan), done(EVIL, 0, 1.0)),
         cpu_minutes=1.5,
     )
 
@@ -76,7 +80,7 @@ def test_what_others_wrote_stays_text(found: Answer, tmp_path):
     assert "alert(1)</script>" not in text and "\u202e" not in text
     data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL).group(1))
     assert [figure["title"] for figure in data] == ["score", EVIL]
-    assert "<script" not in json.dumps([figure["traces"] for figure in data])
+    assert "<script" not in json.dumps([(figure["traces"], figure["layout"]) for figure in data])
     assert text.count("sha256-") == 2
 
 

@@ -1,5 +1,6 @@
 """A study runs what is missing, keeps what is there, mixes nothing, and says what went wrong."""
 
+import fcntl
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -27,6 +29,7 @@ Edit = Callable[..., Found]
 DRIVE = """
 import sys
 from pathlib import Path
+from typing import TextIO
 from postrl.study.finding import load
 from postrl.study.plan import Options, make_plan
 from postrl.study.runner import alone, execute, prepare
@@ -287,20 +290,32 @@ def test_options_that_cannot_be_right(edited: Edit, options: Options):
             make_plan(edited(), replace(options, **changes))
 
 
-def test_killed_half_way_and_restarted_ends_with_the_same_numbers(
-    toy: Path, tmp_path: Path, ran: list[str], monkeypatch: pytest.MonkeyPatch
-):
+def free(lock: TextIO) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    return True
+
+
+def test_killed_half_way_and_restarted_ends_with_the_same_numbers(toy: Path, tmp_path: Path, ran: list[str]):
     """SIGKILL of the study, processes and all; nothing of it goes on in the background."""
     out = tmp_path / "killed"
     command = [sys.executable, "-c", DRIVE, str(toy), str(out)]
     environment = {**os.environ, "PYTHONPATH": str(Path(postrl.__file__).parent.parent)}
-    process = subprocess.Popen(command, env={**environment, "TOY_WAIT": "3"}, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, env={**environment, "TOY_WAIT": "loud"}, stdout=subprocess.DEVNULL)
     running = out / "runs" / "loud" / "0"
     deadline = time.monotonic() + 120
     while not (running / "work").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
+    with (running / "lock").open("w") as lock:  # held by the run's process, which would sleep for a minute
+        deadline = time.monotonic() + 20
+        while not free(lock) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert free(lock)
     assert read_done(out / "runs" / "plain" / "0") is not None
     kept = (out / "runs" / "plain" / "0" / "figures.json").stat().st_mtime_ns
     subprocess.run(command, env=environment, check=True, timeout=200, stdout=subprocess.DEVNULL)

@@ -25,12 +25,21 @@ from postrl.files import read_json, write_json
 from postrl.study import executors, registration
 from postrl.study.answer import answer, show, write_answer
 from postrl.study.definition import Base
-from postrl.study.finding import find, load
+from postrl.study.finding import find, load, studies, summary
 from postrl.study.identity import base_key, plan_of
 from postrl.study.plan import Options, Plan, Run, State, make_plan
 from postrl.study.records import Crashed, Job, read_done
 
 CRASHED = 1  # exit code, also of a broken instrument
+
+
+def print_studies() -> None:
+    """What there is to ask."""
+    found = studies()
+    for name, path in found.items():
+        print(f"{name}: {summary(path)}")
+    if not found:
+        print("no studies are installed; give the path of a study.py")
 
 
 def run_study(name: str, options: Options) -> int:

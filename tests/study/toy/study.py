@@ -42,7 +42,8 @@ LEVEL = Base("level", prepare, options=lambda sizes: sizes.level)
 
 
 def run(context: Context[Sizes], gain: float, key: int) -> Figures:
-    time.sleep(float(os.environ.get("TOY_WAIT", "0")))
+    if os.environ.get("TOY_WAIT") == context.arm:
+        time.sleep(60)
     (context.folder / "note.txt").write_text("a file of the arm", encoding="utf-8")
     if os.environ.get("TOY_CRASH") == f"{context.arm}/{context.seed}":
         raise ValueError("the toy was told to crash <b>here</b>")
