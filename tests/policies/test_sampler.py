@@ -266,6 +266,24 @@ def test_finished_completions_leave_and_waiting_ones_enter(monkeypatch: pytest.M
     assert len(work.rows) <= 1.15 * max(max(lengths), sum(lengths) / 4)
 
 
+def test_long_tailed_lengths_take_hardly_more_steps_than_equal_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Geometric lengths against equal ones with as many tokens: at most 15 % more slots times decode steps. (Slots that
+    never wait cannot take more than total / slots + longest · (slots − 1) / slots, Graham's bound.)"""
+    work, decoder, slots, count = Work(monkeypatch), decided(), 8, 240
+    tailed = np.minimum(np.random.default_rng(0).geometric(1 / 9, count), 40)
+    equal = np.full(count, tailed.sum() // count)
+    equal[: tailed.sum() % count] += 1
+    steps = []
+    for lengths in (tailed, equal):
+        work.rows.clear()
+        sampler = decoder.sampler(slots)
+        for number, length in enumerate(lengths.tolist()):
+            sampler.submit([1, number % 5], (0, number), replace(PLAIN, max_tokens=length, stop=frozenset()))
+        assert sum(len(c.tokens) for c in collected(sampler).values()) == tailed.sum()
+        steps.append(len(work.rows))
+    assert tailed.max() > 3 * equal.max() and steps[0] <= 1.15 * steps[1]
+
+
 def test_poll_returns_as_soon_as_something_is_finished() -> None:
     sampler = decided().sampler()
     assert sampler.poll() == []
