@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from postrl.batch import Kind, Stop
 from postrl.envs.grammar_audit import Auditor, StepKind, summarise
-from postrl.envs.grammar_rules import Grammar, Parser
+from postrl.envs.grammar_rules import Grammar, Parser, derive
 from postrl.envs.rewrite_grammar import (
     audit,
     bucket,
@@ -99,6 +99,10 @@ def test_words_have_one_root_and_the_supply_ends():
     parser = Parser(GRAMMAR)
     found = words(GRAMMAR, 5, 300)
     assert len(found) == 300 and all(parser.roots(word) == root for word, root in found.items())
+    assert {len(root) for root in found.values()} == {1}
+    rng = np.random.default_rng(0)
+    drawn = [parser.roots(derive(GRAMMAR, "A", 5, rng)) for _ in range(100)]
+    assert sum(len(roots) > 1 for roots in drawn) > 5, "no word of this grammar had to be left out"
     assert words(GRAMMAR, 2, 1000) == GRAMMAR.contraction
 
 
