@@ -26,7 +26,7 @@ from postrl.papers import method
 from postrl.papers.grpo import grpo
 from postrl.papers.reco import reco
 from postrl.terms import reference_kl
-from tiny_models import save_model, tiny_tokenizer
+from tiny_models import LLAMA, save_model, tiny_model, tiny_tokenizer
 
 pytest.importorskip("trl", reason="pip install 'postrl[trl]'")
 
@@ -216,7 +216,7 @@ def test_training_learns_and_leaves_what_trl_users_expect(model: Path, tmp_path:
         assert len(logged(made, name)) >= 8, name
     saved = tmp_path / "checkpoint-24"
     assert (saved / "model.safetensors").exists() and (saved / "trainer_state.json").exists()
-    card = (saved / "README.md").read_text()
+    card = (tmp_path / "README.md").read_text()
     assert "ReCo" in card and "DeepSeekMath" not in card
     table = pandas.read_parquet(sorted((tmp_path / "completions").glob("*.parquet"))[0])
     rewards, credit = table["low"].to_numpy().reshape(4, 4), table["advantage"].to_numpy().reshape(4, 4)
@@ -308,3 +308,72 @@ def test_a_gradient_comes_from_no_token_of_a_tool(model: Path, tmp_path: Path):
     assert sum(int(t.sum()) for t in inside) > 0, "the case has tool output"
     for (_, logp), tool in zip(seen, inside, strict=True):
         assert logp.grad is not None and not logp[tool].any() and not logp.grad[tool].any()
+
+
+class Counter:
+    """An environment of TRL with one tool, which half of the scripted answers call once."""
+
+    def reset(self, **row) -> str:
+        self.calls = 0
+        return " Go."
+
+    def add(self, number: int) -> int:
+        """Adds.
+
+        Args:
+            number: What to add.
+        """
+        self.calls += 1
+        return number
+
+    def get_reward(self) -> float:
+        return self.calls + 0.5
+
+
+def test_environments_and_tools_of_trl_give_turns_with_their_own_rewards(tmp_path: Path):
+    """TRL's tool loop with scripted completions: a call and what follows it are two steps, tool output is in neither."""
+    from datasets import Dataset
+
+    template = Path(importlib.import_module("trl").__file__ or "").parent / "chat_templates" / "qwen3.jinja"
+    spoken = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+    tokenizer = tiny_tokenizer(template=template.read_text(), plain=spoken)
+    folder = save_model(tmp_path / "model", tiny_model(0, **{**LLAMA, "max_position_embeddings": 2048}), tokenizer)
+    call = tokenizer.encode('<tool_call>\n{"name": "add", "arguments": {"number": 3}}\n</tool_call><|im_end|>')
+    end, rounds, seen = tokenizer.encode("ok<|im_end|>"), [], []
+
+    def scripted(prompt_ids, *rest, **named):
+        rounds.append(len(prompt_ids))
+        return [list(call if len(rounds) == 1 and not k % 2 else end) for k in range(len(prompt_ids))], None
+
+    def credit(batch: Batch) -> torch.Tensor:
+        seen.append(batch)
+        return method("gigpo").advantage(batch)
+
+    prompts = Dataset.from_dict({"prompt": [[{"role": "user", "content": c}] for c in "abcd"]})
+    extras = Extras(
+        groupings={"calls": lambda environments, **columns: [e.calls for e in environments]},
+        step_rewards=lambda environments, **columns: [[0.25] * (e.calls + 1) for e in environments],
+    )
+    made = trainer(
+        folder,
+        options(tmp_path, max_steps=1, max_completion_length=400),
+        replace(method("gigpo"), advantage=credit),
+        reward_funcs=None,
+        train_dataset=prompts,
+        environment_factory=Counter,
+        processing_class=tokenizer,
+        extras=extras,
+    )
+    made._generate_single_turn = scripted
+    made.train()
+    [batch], half = seen, [True, False] * 8
+    assert rounds == [16, 8] and batch.reward_names == ("Counter",)
+    assert batch.rewards.flatten().tolist() == [1.5, 0.5] * 8
+    assert (batch.segment.amax(1) == 1).tolist() == half and (batch.group("calls") == 0).tolist() == half
+    assert batch.lengths().tolist() == [len(call) + len(end), len(end)] * 8
+    assert batch.step_rewards is not None and batch.step_groups is not None
+    assert torch.isnan(batch.step_rewards).tolist() == [[False, not two] for two in half]
+    assert torch.equal(batch.step_groups[:4, 0], batch.step_groups[:1, 0].expand(4)), "one prompt, one observation"
+    assert len(set(batch.step_groups[::2, 1].tolist())) == 1, "the tool always answers the same"
+    assert (batch.step_groups[1::2, 1] == -1).all()
+    assert made.state.global_step == 1 and logged(made, "grad_norm")[0] > 0

@@ -55,6 +55,9 @@ def check(subject: Method, model: Path, case: Case, tmp_path: Path, wanted: Meth
     rate = 0.1 if subject.name in SUMS else 1.0
     run = trl_side.train(case, model, trl_side.options(tmp_path, learning_rate=rate, **changes), subject)
     ours = our_updates(wanted or subject, model, case, run.minis, run.weights)
+    for mini in run.minis:
+        assert mini == [group * SIZE + place for group in sorted({u // SIZE for u in mini}) for place in range(SIZE)]
+    assert sorted(run.minis[0] + run.minis[1]) == list(range(len(case.answers))), "an iteration takes each answer once"
     assert len(ours) == 4 and sum(any(g.any() for g in done.gradient.values()) for done in ours) >= 2
     for got, right in zip(run.updates, ours, strict=True):
         near(got.gradient, right.gradient)
