@@ -1,0 +1,53 @@
+"""The controls inside the studies on the rewrite grammar do what their verdicts rest on."""
+
+from types import ModuleType
+
+import pytest
+import torch
+
+import laws
+from builders import rollout
+from postrl.papers.grpo import grpo
+from postrl.papers.reco import reco
+from postrl.study import finding
+
+
+@pytest.fixture(params=["reco", "composition"])
+def study(request: pytest.FixtureRequest) -> finding.Found:
+    return finding.load(finding.find(request.param))
+
+
+def code(name: str) -> ModuleType:
+    return finding._module(finding.find(name))
+
+
+def test_the_core_is_small_and_its_words_are_written_down(study: finding.Found):
+    assert 3 <= len(study.study.core) <= 4 and 5 <= len(study.study.seeds) <= 8
+    assert study.study.budget.minutes <= 300, "2.5 hours of two cores"
+    assert study.study.hypothesis.startswith("Written before the first")
+
+
+def test_permuted_weights_are_the_groups_own_on_other_answers():
+    old = [[p] for p in (0.9, 0.7, 0.5, 0.3, 0.2, 0.1)]
+    case = laws.by_hand([0, 0, 0, 0, 1, 1], [1.0, 0, 1, 0, 1, 0], old=old, new=old)
+    plain, control, even = (m.terms[0].weight(case.batch)[:, 0] for m in (reco(), code("reco").permuted(), grpo()))
+    for group in (slice(0, 4), slice(4, 6)):
+        assert torch.equal(plain[group].sort().values, control[group].sort().values)
+    assert not torch.equal(plain, control) and not torch.equal(control, even)
+    assert torch.equal(control, code("reco").permuted().terms[0].weight(case.batch)[:, 0]), "not the same twice"
+
+
+def test_dealt_rewards_are_the_groups_own_on_other_answers():
+    members = [rollout(group=group, sample=i) for group in (0, 1) for i in range(16)]
+    for number, member in enumerate(members):
+        member.rewards = {"correct": float(number)}
+    code("composition").deal_anew(members, (0, 3))
+    dealt = [member.rewards["correct"] for member in members]
+    assert sorted(dealt[:16]) == list(range(16)) and sorted(dealt[16:]) == list(range(16, 32))
+    assert sum(value == number for number, value in enumerate(dealt)) < 8
+
+
+def test_positive_only_never_pushes_down():
+    case = laws.by_hand([0, 0], [1.0, 0.0], old=[[0.5], [0.5]], new=[[0.5], [0.5]])
+    got = code("composition").positive_only().advantage(case.batch)
+    assert got[0, 0] == grpo().advantage(case.batch)[0, 0] > 0 and got[1, 0] == 0
