@@ -151,7 +151,9 @@ def run(
 def untrained(context: Context[Sizes]) -> Figures:
     """The base itself, sampled many times."""
     figures = measure(context, Decoder.load(context.base), context.config.base_samples)
-    reached = {m.metric: float(np.mean(np.array(m.values) > 0)) for m in figures if m.metric in ("correct@1", "valid@1")}
+    reached = {
+        m.metric: float(np.mean(np.array(m.values) > 0)) for m in figures if m.metric in ("correct@1", "valid@1")
+    }
     whole = (scalar("base_correct@all", reached["correct@1"]), scalar("base_valid@all", reached["valid@1"]))
     return Figures((*figures, scalar("macros", np.nan), scalar("established", np.nan), *whole))
 
