@@ -4,6 +4,7 @@ import gc
 import importlib
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FunctionType
@@ -32,10 +33,12 @@ pytest.importorskip("trl", reason="pip install 'postrl[trl]'")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def trl() -> None:
+def trl() -> Iterator[None]:
     importlib.import_module("trl.trainer.grpo_trainer")
     gc.collect()
     gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
@@ -331,7 +334,7 @@ class Counter:
 
 
 def test_environments_and_tools_of_trl_give_turns_with_their_own_rewards(tmp_path: Path):
-    """TRL's tool loop with scripted completions: a call and what follows it are two steps, tool output is in neither."""
+    """TRL's tool loop with scripted completions: a call and what follows are two steps, tool output is in neither."""
     from datasets import Dataset
 
     template = Path(importlib.import_module("trl").__file__ or "").parent / "chat_templates" / "qwen3.jinja"
