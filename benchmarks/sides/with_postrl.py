@@ -85,7 +85,7 @@ class Paced:
 def step(job: Job, policy: Decoder, laps: Laps) -> None:
     """GRPO as TRL computes it by default: ddof 1, eps 1e-4, mean per answer, one update, clipping at 1."""
     work = job.work
-    updates = Updates(policy.model.norm.weight, policy if work.kind == "agreement" else None, Path(job.scratch))
+    updates = Updates(policy, Path(job.scratch) if work.kind == "agreement" else None)
     run = Path(job.scratch) / "run"
     source = _given(job) if work.kind == "agreement" else _on_policy(job, policy)
     train(
@@ -180,7 +180,7 @@ def training(job: Job, policy: Decoder, laps: Laps) -> None:
     trainer = Trainer(nll, policy, optimizer, Accelerator(), settings, free_old=True)
     batch = replace(batch, prefix_id=torch.arange(len(rollouts)))  # nothing to share, not even a first token
     rows, advantage = torch.arange(len(rollouts)), torch.ones_like(batch.logp_old)
-    updates, facts = Updates(policy.model.norm.weight), {}
+    updates, facts = Updates(policy), {}
     while True:
         laps.lap(**facts, **updates.facts())
         seen = Seen(torch.ones_like(advantage), torch.zeros_like(advantage), batch.logp_old.clone())

@@ -43,7 +43,7 @@ def training(job: Job, laps: Laps) -> None:
     tokens, parameters = torch.tensor(job.tokens), list(model.parameters())
     parts = tokens.split(max(1, TOKEN_BUDGET // tokens.shape[1]))
     product = getattr(torch, job.conditions.compute)
-    updates, facts = Updates(model.model.norm.weight), {}
+    updates, facts = Updates(model), {}
     while True:
         laps.lap(**facts, **updates.facts())
         loss = 0.0

@@ -58,8 +58,7 @@ def main(job: Job) -> None:
         trainer.generation_config.eos_token_id = model.generation_config.eos_token_id = None
         trainer.generation_kwargs["eos_token_id"] = None
         trainer.eos_token_ids = []
-    folder = Path(job.scratch)
-    updates = Updates(model.model.norm.weight, model if work.kind == "agreement" else None, folder)
+    updates = Updates(model, Path(job.scratch) if work.kind == "agreement" else None)
     trainer.add_callback(Paced(Laps(), updates, lengths))
     trainer.train()
 
