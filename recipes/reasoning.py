@@ -19,8 +19,10 @@ from postrl.compute import compute_dtype, name_of
 from postrl.display import Display
 from postrl.envs.base import Task
 from postrl.envs.reasoning import ReasoningTask
+from postrl.errors import UserError
 from postrl.evaluate import Evaluation, evaluate
 from postrl.memory import keep_memory
+from postrl.papers.one_layer import only
 from postrl.policies.base import Policy, Renderer, Sampling
 from postrl.policies.critic import ActorCritic, DecoderCritic, Values, parameter_groups
 from postrl.policies.loading import load_policy
@@ -75,6 +77,8 @@ class Config:
     """Its learning rate over the policy's."""
     critic_warmup: int = 0
     """Steps in which only the critic trains."""
+    layers: tuple[int, ...] = ()
+    """Train these layers only (0 is the first); none named trains all weights. See `postrl papers one_layer`."""
     lora_rank: int = 0
     """Train a LoRA adapter of this rank instead of all weights; 0 trains all weights."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -128,7 +132,11 @@ def main(config: Config, task: Task | None = None, before: Evaluation | None = N
         seed=config.train.seed,
         answer=lambda rollout: EXTRACTIONS[config.extract](rollout.completion),
     )
-    reference = load_policy(config.model, compute_dtype=compute)[0] if config.train.kl_coef else None
+    compared = config.train.kl_coef > 0 or "logp_ref" in method.needs
+    reference = load_policy(config.model, compute_dtype=compute)[0] if compared else None
+    if config.layers and critic:
+        raise UserError(f"option layers={config.layers} trains no critic, but method {method.name} needs one: drop it")
+    layers = only(config.layers) if config.layers else None
     describe = {**asdict(config), "compute_dtype": name_of(compute)}
     for name in ("train", "out", "resume"):
         del describe[name]
@@ -139,7 +147,7 @@ def main(config: Config, task: Task | None = None, before: Evaluation | None = N
         config.train,
         config.out,
         enrich=[Values(model, config.train.token_budget, config.critic_warmup)] if critic else [],
-        parameters=parameter_groups(config.critic_scale) if critic else None,
+        parameters=parameter_groups(config.critic_scale) if critic else layers,
         reference=reference,
         evaluate=lambda: measure(config, policy, renderer, task),
         before=before,

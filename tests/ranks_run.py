@@ -11,16 +11,18 @@ import sys
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
 from postrl import papers, train
 from postrl.envs.copy_task import copy_task
 from postrl.errors import UserError
+from postrl.parallel import spread
 from postrl.policies.base import Sampling
 from postrl.policies.chat import Characters
 from postrl.ranks import here
 from postrl.rollout import Rollout
-from postrl.settings import Settings
+from postrl.settings import Parallel, Settings
 from postrl.source import OnPolicy
 from tiny import tiny_decoder
 
@@ -64,13 +66,14 @@ def main(folder: Path, options: dict) -> None:
     source = (Divided if divisible else Seamed)(source, accidents)
     settings = Settings(**(OPTIONS | options))
 
-    def watched(trained: torch.nn.Module) -> list[dict]:
-        parameters = list(trained.parameters())
-        sharded = here().world > 1 and settings.parallel == "shard"
-        assert all(isinstance(parameter, DTensor) == sharded for parameter in parameters)
-        return [{"params": parameters}]
+    def watched(policy: torch.nn.Module, accelerator: Accelerator, parallel: Parallel) -> torch.nn.Module:
+        trained = spread(policy, accelerator, parallel)
+        sharded = here().world > 1 and parallel == "shard"
+        assert all(isinstance(parameter, DTensor) == sharded for parameter in trained.parameters())
+        return trained
 
-    train.train(papers.method("gspo"), policy, source, settings, folder, parameters=watched, resume=resume)
+    train.spread = watched
+    train.train(papers.method("gspo"), policy, source, settings, folder, resume=resume)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ class Settings:
     weight_decay: float = 0.0
     """AdamW's decoupled weight decay."""
     max_gradient_norm: float = 1.0
-    """Gradients are scaled down to this 2-norm; inf leaves them as they are."""
+    """The gradient of each parameter group (a critic is one) is scaled down to this 2-norm; inf leaves it as it is."""
     token_budget: int = 4096
     """Tokens per forward and backward pass; lower it if memory runs out. It does not change the update."""
     importance_cap: float | None = 2.0

@@ -96,10 +96,12 @@ def train(
     _check_steps(folder, settings)
     torch.manual_seed(settings.seed)
     policy.eval()  # only an update's own passes have dropout
+    groups = parameters(policy) if parameters else [{"params": [p for p in policy.parameters() if p.requires_grad]}]
     trained = spread(policy, accelerator, settings.parallel)  # on its device before the optimiser's moments are
+    twins = dict(zip(policy.parameters(), trained.parameters(), strict=True))
+    groups = [{**group, "params": [twins[parameter] for parameter in group["params"]]} for group in groups]
     if reference is not None:
         reference = reference.to(accelerator.device)
-    groups = parameters(trained) if parameters else [{"params": [p for p in trained.parameters() if p.requires_grad]}]
     optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True)
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         # Absent and zero differ to AdamW: a run that resumes must not see absent where the first run saw zero.
