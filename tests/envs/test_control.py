@@ -155,6 +155,17 @@ def test_a_run_repeats_and_charges_what_it_sampled():
         assert one.returns[-1] != other.returns[-1]
 
 
+def test_the_gap_is_that_of_the_first_critic(monkeypatch: pytest.MonkeyPatch):
+    """Fine-tuning moves the learner's critic, not the copy that the gap is about."""
+    seen = []
+    monkeypatch.setattr(control, "mean_return", lambda *rest: 0.0)
+    monkeypatch.setattr(
+        control, "value_gap", lambda critic, *rest: seen.append([p.sum().item() for p in critic.parameters()]) or 0.0
+    )
+    control.compare("random", 0, TINY)
+    assert len(seen) == 2 and seen[0] == seen[1]
+
+
 def test_bad_options_are_named():
     with pytest.raises(UserError, match="multiple of policies"):
         control.Sizes(policies=3, rollouts=4)
