@@ -12,7 +12,7 @@ from torch import Tensor
 
 from postrl import advantages as adv
 from postrl import losses, weights
-from postrl.batch import Batch, spread
+from postrl.batch import UNIT_FIELDS, Batch, spread
 from postrl.method import Method, Term, objective
 from postrl.policies.tabular import Tabular
 from postrl.rollout import Rollout, Turn, collate
@@ -37,11 +37,12 @@ def tuples(batch: Batch, chance: Tensor, G: int) -> tuple[Batch, Tensor]:
     """Every ordered G-tuple of the units (one row each) of `batch` as a group, and each group's probability."""
     index = torch.cartesian_prod(*[torch.arange(batch.size)] * G).reshape(-1, G)
     flat = index.flatten()
+    fields = [name for name in UNIT_FIELDS if name != "groups" and getattr(batch, name) is not None]
     every = replace(
         batch.rows(flat),
         unit=torch.arange(len(flat)),
         groups=torch.arange(len(index)).repeat_interleave(G)[:, None],
-        **{name: getattr(batch, name)[flat] for name in ("kind", "version", "stop", "rewards")},
+        **{name: getattr(batch, name)[flat] for name in fields},
     )
     return every, chance[index].prod(1)
 
