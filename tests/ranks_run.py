@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from postrl import papers, train
 from postrl.envs.copy_task import copy_task
 from postrl.errors import UserError
-from postrl.parallel import spread
+from postrl.parallel import leave, spread
 from postrl.policies.base import Sampling
 from postrl.policies.chat import Characters
 from postrl.ranks import here
@@ -79,5 +79,6 @@ def main(folder: Path, options: dict) -> None:
 if __name__ == "__main__":
     try:
         main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+        leave()
     except UserError as error:
         sys.exit(f"error: {error}")

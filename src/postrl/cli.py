@@ -73,8 +73,10 @@ def _run(
 ) -> None:
     chosen = tyro.cli(config, args=options, prog=program, description=description, config=(tyro.conf.OmitArgPrefixes,))
     result = main(chosen)
+    from postrl.parallel import leave
     from postrl.train import Result
 
+    leave()
     if isinstance(result, Result) and result.status == "interrupted":
         sys.exit(INTERRUPTED)  # everything is saved, but whoever waits for the run must not go on as if it were done
 

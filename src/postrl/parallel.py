@@ -1,10 +1,12 @@
 """A policy's training passes over several processes: replicated (DDP) or sharded (FSDP2)."""
 
 import copy
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -47,6 +49,18 @@ def spread(policy: nn.Module, accelerator: Accelerator, parallel: Parallel) -> n
         fully_shard(layer)
     fully_shard(trained)
     return trained
+
+
+def leave() -> None:
+    """Part from the other processes: once, at the very end, when nothing that `spread` made is in use any more.
+
+    A process that ends while its connections are open, or closes them under a module that still uses them, now and then
+    hangs or aborts (gloo's threads)."""
+    if dist.is_initialized():
+        gc.collect()
+        with connected():
+            dist.barrier()
+        dist.destroy_process_group()
 
 
 def copy_weights(source: nn.Module, target: nn.Module) -> None:

@@ -141,7 +141,8 @@ def train(
             take_back(folder)
         raise
     finally:
-        accelerator.end_training()
+        for tracker in accelerator.trackers:  # `end_training` would also part the processes, which may go on together
+            tracker.finish()
 
 
 def _with_reference(method: Method, settings: Settings, reference: nn.Module | None) -> Method:

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from conformance import trl_side
 from conformance.cases import make_case
 from postrl.papers import method
+from postrl.parallel import leave
 
 
 def main(model: str, out: str, name: str, *settings: str) -> None:
@@ -31,3 +32,4 @@ def main(model: str, out: str, name: str, *settings: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    leave()
