@@ -80,9 +80,10 @@ def test_starting_points():
 
 def test_a_copy_of_an_adapted_policy_is_of_its_merged_weights():
     policy = LoRADecoder(tiny_decoder(), LoRA(rank=2), base="tiny")
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in policy.tensors().values():
-            parameter.normal_(std=0.3)
+            parameter.normal_(std=0.3, generator=generator)
         batch = decoder_batch()
         critic = DecoderCritic.copied(policy, head_seed=0)
         hidden = policy(batch, HIDDEN).hidden
