@@ -18,7 +18,8 @@ A paper's evidence is the highest rung it stands on, with every rung below it:
 E1, implemented from its specification, with equation and citation in the docstring;
 E2, equal to float64 loops over the equations (`tests/reference.py`), under the laws of the shelf (`tests/laws.py`) and
 tested for its own traps; E3, a control experiment under `studies/`. Where code was released, `tests/test_vectors*.py`
-compare values, and gradients where there are any, with it. What a file rests on says where its specification comes from.
+compare values, and gradients where there are any, with it. What a file rests on says where its specification comes
+from.
 
 | name | claim | paper | rests on | file | test | evidence |
 |---|---|---|---|---|---|---|
