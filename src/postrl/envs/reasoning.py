@@ -51,6 +51,7 @@ class ReasoningTask:
         measure: int = 5_000,
         seed: int = 0,
     ) -> None:
+        ask("", template)  # refuses a template without a place for the problem, before anything is loaded
         self.name, self.seed, self.measure = name, seed, measure
         self._options, self._extract, self._template, self._system = dict(options or {}), extract, template, system
         self._test_share, self._drawn, self._exhausted = test_share, 0, False

@@ -69,6 +69,7 @@ class Problems:
         test_share: float = 0.1,
         seed: int = 0,
     ) -> None:
+        ask("", template)  # refuses a template without a place for the problem, before anything is loaded
         self.name, self.rubric, self.seed = name, rubric, seed
         self._template, self._system = template, system
         self._items: dict[Split, list[tuple[str, Problem]]] = {"train": [], "test": []}
