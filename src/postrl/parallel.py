@@ -65,9 +65,6 @@ def leave() -> None:
 
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
     """Parameters of one onto the other, where `spread` has made two of one policy and one of them is sharded."""
-    sharded = FSDPModule in (*type(source).__mro__, *type(target).__mro__)
-    if not sharded:
-        return
     with torch.no_grad():
         for old, new in zip(source.parameters(), target.parameters(), strict=True):
             if isinstance(old, DTensor):
