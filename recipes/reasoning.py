@@ -28,6 +28,7 @@ from postrl.policies.critic import ActorCritic, DecoderCritic, Values, parameter
 from postrl.policies.loading import load_policy
 from postrl.policies.lora import LoRA
 from postrl.rewards.exact import EXTRACTIONS
+from postrl.rewards.rubric import Reward, Rubric
 from postrl.settings import Settings
 from postrl.source import OnPolicy
 from postrl.train import Result, train
@@ -71,6 +72,8 @@ class Config:
     """Of sampling, in training and evaluation."""
     max_tokens: int = 16
     """Longest completion."""
+    brevity: float = 0.0
+    """Weight of a second reward besides a right answer: the share of `max_tokens` that an answer leaves unused."""
     critic: Literal["copied", "random"] = "copied"
     """Where the critic of a method that has one (ppo) starts: from the policy's trunk, or from nothing."""
     critic_scale: float = 5.0
@@ -104,6 +107,9 @@ def make_task(config: Config) -> Task:
         template=config.template,
         seed=config.train.seed,
     )
+    if config.brevity:
+        brief = Reward("brevity", lambda rollout: 1 - rollout.sampled_tokens() / config.max_tokens, config.brevity)
+        task.rubric = Rubric((*task.rubric.rewards, brief))
     print(task.describe(), flush=True)
     return task
 
