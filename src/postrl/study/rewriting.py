@@ -1,28 +1,19 @@
 """What studies on the rewrite grammar share: a base pretrained on chains, collection, and answers to held-out words."""
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from postrl.collect import collect
 from postrl.envs.grammar_rules import Grammar
 from postrl.envs.rewrite_grammar import chains, characters, demonstrations, rewrite_task, unchained
 from postrl.envs.single_turn import Problems
-from postrl.evaluate import EVALUATION
-from postrl.papers.rft import rft
 from postrl.policies.base import Sampling
 from postrl.policies.decoder import Decoder
-from postrl.policies.decoder_config import DecoderConfig
 from postrl.rollout import Rollout
 from postrl.settings import Settings
-from postrl.source import Dataset, OnPolicy
+from postrl.source import OnPolicy
 from postrl.study.definition import BaseContext
-from postrl.train import train
-
-SLOTS = 512  # of the sampler: a decoder this small is fastest when many completions run together
-CHUNK = 8192  # tokens of a pass
-NEVER = 10**6  # steps between checkpoints: a run that breaks off begins anew
+from postrl.study.tiny import CHUNK as CHUNK
+from postrl.study.tiny import NEVER, SLOTS, held_out, imitate
 
 
 @dataclass(frozen=True)
@@ -79,17 +70,15 @@ class Words:
         self, policy: Decoder, lengths: Sequence[int], problems: int, samples: int, seed: int
     ) -> list[list[Rollout]]:
         """`samples` scored answers to each of the first `problems` held-out words of every length."""
-        tasks = [self.task((length,)) for length in lengths]
-        places = [(task, index) for task in tasks for index in range(min(problems, task.size("test")))]
-        rollouts = collect(
-            policy.sampler(SLOTS),
+        return held_out(
+            policy,
             characters(self.pretraining.grammar),
-            [task.environment("test", index) for task, index in places for _ in range(samples)],
-            [(seed, EVALUATION, group, sample) for group in range(len(places)) for sample in range(samples)],
-            Sampling(max_tokens=self.budget),
-            tasks[0].rubric,
+            [self.task((length,)) for length in lengths],
+            problems=problems,
+            samples=samples,
+            max_tokens=self.budget,
+            seed=seed,
         )
-        return [rollouts[start : start + samples] for start in range(0, len(rollouts), samples)]
 
 
 def last_word(rollout: Rollout) -> str:
@@ -116,28 +105,14 @@ def pretrain(context: BaseContext[Pretraining]) -> None:
     renderer = characters(grammar)
     walks = chains(grammar, options.chains, options.contraction_weight, context.seed)
     shown = demonstrations(walks if options.chained else unchained(walks), renderer)
-    config = DecoderConfig(
-        vocabulary=renderer.size,
+    imitate(
+        shown,
+        renderer,
+        context.folder,
         hidden=options.hidden,
         layers=options.layers,
-        heads=4,
-        kv_heads=4,
-        head_size=options.hidden // 4,
-        intermediate=8 * options.hidden // 3,
-        context=128,
-    )
-    policy = Decoder.random(config, context.seed)
-    how = Settings(
         steps=options.steps,
-        updates=1,
+        batch=options.batch,
         learning_rate=options.learning_rate,
-        warmup=options.steps // 20,
-        schedule="cosine",
-        token_budget=CHUNK,
-        importance_cap=None,
-        checkpoint_every=NEVER,
         seed=context.seed,
     )
-    with tempfile.TemporaryDirectory() as scratch:
-        train(rft(), policy, Dataset(shown, options.batch, context.seed), how, Path(scratch) / "run")
-    policy.save(context.folder)
