@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from postrl.errors import UserError
+from postrl.policies.base import layers_of
 from postrl.ranks import connected, here
 from postrl.settings import Parallel
 
@@ -42,10 +42,7 @@ def spread(policy: nn.Module, accelerator: Accelerator, parallel: Parallel) -> n
     if here().world == 1 or parallel == "replicate":
         return accelerator.prepare_model(policy)
     trained = copy.deepcopy(policy)
-    lists = [module for module in trained.modules() if isinstance(module, nn.ModuleList)]
-    if not lists:
-        raise UserError("option parallel='shard' needs a policy with a list of layers; use parallel='replicate'")
-    for layer in max(lists, key=len):
+    for layer in layers_of(trained):
         fully_shard(layer)
     fully_shard(trained)
     return trained

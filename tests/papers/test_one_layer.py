@@ -16,7 +16,6 @@ from postrl.batch import Batch
 from postrl.errors import UserError
 from postrl.papers.grpo import grpo
 from postrl.papers.one_layer import (
-    blocks,
     boosted,
     compute_share,
     contribution,
@@ -25,6 +24,7 @@ from postrl.papers.one_layer import (
     only,
     top,
 )
+from postrl.policies.base import layers_of
 from postrl.policies.decoder import Decoder
 from postrl.policies.hf import HuggingFacePolicy
 from postrl.policies.lora import LoRA, LoRADecoder
@@ -61,7 +61,7 @@ def test_frozen_weights_get_no_gradient_and_layers_below_none_either(layers):
     def look(block, inputs, out):
         needs[len(needs)] = out.requires_grad
 
-    for block in blocks(policy):
+    for block in layers_of(policy):
         block.register_forward_hook(look)
     policy(some_rows()).logp.sum().backward()
     for name, parameter in policy.named_parameters():
@@ -166,7 +166,7 @@ def test_boosted_layers_learn_faster_and_nothing_is_left_out():
     assert "scale" not in rest and fast["scale"] == 3.0
     both = [id(p) for p in (*rest["params"], *fast["params"])]
     assert sorted(both) == sorted(id(p) for p in policy.parameters())
-    assert {id(p) for p in fast["params"]} == {id(p) for k in (1, 2) for p in blocks(policy)[k].parameters()}
+    assert {id(p) for p in fast["params"]} == {id(p) for k in (1, 2) for p in layers_of(policy)[k].parameters()}
 
 
 @pytest.mark.parametrize(

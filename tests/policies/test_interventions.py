@@ -402,7 +402,7 @@ def test_a_model_whose_hidden_states_cannot_be_reached_is_refused() -> None:
     policy = HuggingFacePolicy(tiny_model(**CONFIG))
     trunk = policy.causal.base_model
     trunk.layers = nn.ModuleList([*trunk.layers, nn.Identity()])
-    with pytest.raises(UserError, match="a llama model has no list of 3 blocks"):
+    with pytest.raises(UserError, match="a LlamaModel has no list of 3 layers"):
         policy.with_interventions(steer(1, direction()))
     other = HuggingFacePolicy(tiny_model(**MAMBA))  # its hidden_states begin after the first block
     with pytest.raises(UserError, match="hidden states of a mamba model cannot be reached"):

@@ -10,6 +10,7 @@ from torch import nn
 
 from postrl.errors import UserError
 from postrl.method import Paper
+from postrl.policies.base import layers_of
 
 PAPER = Paper(
     title="Is One Layer Enough? Training A Single Transformer Layer Can Match Full-Parameter RL Training",
@@ -19,17 +20,6 @@ PAPER = Paper(
 NO_METHOD = "it chooses which weights are trained, under any method: hand `only(layers)` to `train(parameters=…)`"
 
 Groups = Callable[[nn.Module], list[dict]]  # the `parameters` seam of `train`
-
-
-def blocks(policy: nn.Module) -> nn.ModuleList:
-    """The policy's layers: its longest list of modules that lies in no other. Raises UserError if it has none."""
-    found: list[tuple[str, nn.ModuleList]] = []
-    for name, module in policy.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer, _ in found):
-            found.append((name, module))
-    if not found:
-        raise UserError(f"one_layer: a {type(policy).__name__} has no list of layers to choose from; train all of it")
-    return max((module for _, module in found), key=len)
 
 
 def only(layers: Sequence[int]) -> Groups:
@@ -152,7 +142,7 @@ def contribution(
 
 def matrix_sizes(policy: nn.Module) -> list[int]:
     """Weights in the matrices of each layer: a token's forward pass takes two operations for each of them."""
-    return [sum(p.numel() for p in block.parameters() if p.ndim == 2) for block in blocks(policy)]
+    return [sum(p.numel() for p in block.parameters() if p.ndim == 2) for block in layers_of(policy)]
 
 
 def compute_share(
@@ -188,7 +178,7 @@ def _distinct(layers: Sequence[int]) -> list[int]:
 
 
 def _layer(policy: nn.Module, k: int) -> nn.Module:
-    there = blocks(policy)
+    there = layers_of(policy)
     if k >= len(there):
         raise UserError(f"one_layer: layer {k} does not exist; the policy has {len(there)} layers, counted from 0")
     return there[k]

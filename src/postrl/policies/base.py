@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
+from torch import nn
 
 from postrl.batch import Batch, Stop
 from postrl.errors import UserError
@@ -94,6 +95,21 @@ class Policy(Protocol):
     def save(self, folder: Path) -> None:
         """A Hugging Face folder (or a PEFT adapter folder) that `load` of the same class reads back."""
         ...
+
+
+def layers_of(model: nn.Module, count: int | None = None) -> nn.ModuleList:
+    """A model's layers, in order: its longest list of modules that lies in no other (a layer's experts are such a list
+    too). count: how many there must be, where that is known. Raises UserError if there is no such list."""
+    found: list[tuple[str, nn.ModuleList]] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer, _ in found):
+            found.append((name, module))
+    fitting = [module for _, module in found if len(module) == count or (count is None and len(module))]
+    if not fitting:
+        much = "" if count is None else f"{count} "
+        kind = type(model).__name__
+        raise UserError(f"a {kind} has no list of {much}layers: none can be chosen, hooked or sharded")
+    return max(fitting, key=len)
 
 
 @runtime_checkable

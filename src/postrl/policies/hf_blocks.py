@@ -11,17 +11,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from postrl.errors import UserError
+from postrl.policies.base import layers_of
 from postrl.policies.interventions import Change, Changes, Places, changed
 
 
 def blocks(model: PreTrainedModel) -> nn.ModuleList:
     """The model's layers, in order. Raises UserError if they are not found where every usual architecture has them."""
-    count = model.config.get_text_config().num_hidden_layers
-    for module in model.base_model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    kind = model.config.model_type
-    raise UserError(f"a {kind} model has no list of {count} blocks: interventions cannot find its hidden states")
+    return layers_of(model.base_model, model.config.get_text_config().num_hidden_layers)
 
 
 @contextmanager
