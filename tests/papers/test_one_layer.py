@@ -22,12 +22,14 @@ from postrl.papers.one_layer import (
     matrix_sizes,
     middle,
     only,
+    random_subset,
     top,
 )
 from postrl.policies.base import layers_of
 from postrl.policies.decoder import Decoder
 from postrl.policies.hf import HuggingFacePolicy
 from postrl.policies.lora import LoRA, LoRADecoder
+from postrl.ranks import Ranks
 from postrl.rollout import collate
 from postrl.settings import Settings
 from postrl.source import Dataset
@@ -158,6 +160,61 @@ def test_other_policies():
     [group] = only([1])(lora)
     trained = [name for name, p in lora.named_parameters() if p.requires_grad]
     assert trained == [name for name in adapters if in_layer(name, 1)] and len(group["params"]) == len(trained) > 0
+
+
+# ---------------------------------------------------------------- a random subset of as many weights
+
+
+def moved(tmp_path: Path, seed: int, count: int, **options) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(which weights of the layers a run has moved, flat; what every other weight is now)"""
+    policy, first = six(), dict(six().named_parameters())
+    rollouts = [rollout(g, s, completion=[3 + s, 5, 6 + g], rewards={"a": float(s)}) for g in range(4) for s in (0, 1)]
+    settings = Settings(steps=3, learning_rate=1e-3, warmup=0, **options)
+    subset = random_subset(count, seed)
+    train(grpo(), policy, Dataset(rollouts, 2), settings, tmp_path, parameters=subset, display=quiet(3)[0])
+    now = {name: p.detach() for name, p in policy.named_parameters()}
+    changed = {name: (p != first[name]).flatten() for name, p in now.items()}
+    assert not any(bool(x.any()) for name, x in changed.items() if "layers." not in name), "embeddings and head"
+    return torch.cat([x for name, x in changed.items() if "layers." in name]), now
+
+
+def test_only_a_random_subset_moves_the_rest_stays_bit_for_bit(tmp_path: Path):
+    """Through the loop, with weight decay asked for, over mini-batches whose gradients differ."""
+    size = sum(p.numel() for p in layers_of(six())[0].parameters())
+    one, now = moved(tmp_path / "one", 0, size, weight_decay=0.1)
+    assert 0.9 * size < int(one.sum()) <= size, "as many as a layer has, but for those without any gradient"
+    per_layer = one.view(6, -1).sum(1) / size
+    assert bool(((per_layer - 1 / 6).abs() < 0.05).all()), "of all layers alike"
+    again, same = moved(tmp_path / "again", 0, size, weight_decay=0.1)
+    assert torch.equal(one, again) and all(torch.equal(now[name], same[name]) for name in now)
+    other, _ = moved(tmp_path / "other", 1, size)
+    assert not torch.equal(one, other)
+
+
+def test_every_weight_of_the_layers_is_their_full_training(tmp_path: Path):
+    size = sum(p.numel() for p in layers_of(six()).parameters())
+    policies = [six(), six()]
+    random_subset(size)(policies[0])
+    only(range(6))(policies[1])
+    for policy in policies:
+        policy(some_rows()).logp.sum().backward()
+    for (name, a), b in zip(policies[0].named_parameters(), policies[1].parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None) == ("layers." not in name), name
+        assert a.grad is None or b.grad is None or torch.equal(a.grad, b.grad), name
+
+
+def test_random_subsets_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch):
+    policy = six()
+    size = sum(p.numel() for p in layers_of(policy).parameters())
+    for count in (0, size + 1):
+        with pytest.raises(UserError, match="count is"):
+            random_subset(count)(policy)
+    random_subset(5)(policy)
+    with pytest.raises(UserError, match="nothing is frozen"):  # two masks at once would train their intersection
+        random_subset(5)(policy)
+    monkeypatch.setattr("postrl.papers.one_layer.here", lambda: Ranks(0, 2))
+    with pytest.raises(UserError, match="one process"):
+        random_subset(5)(six())
 
 
 def test_boosted_layers_learn_faster_and_nothing_is_left_out():

@@ -3,14 +3,17 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
-from jaxtyping import Float
-from torch import nn
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
 
 from postrl.errors import UserError
 from postrl.method import Paper
 from postrl.policies.base import layers_of
+from postrl.ranks import here
 
 PAPER = Paper(
     title="Is One Layer Enough? Training A Single Transformer Layer Can Match Full-Parameter RL Training",
@@ -65,6 +68,38 @@ def boosted(layers: Sequence[int], scale: float = 2.0) -> Groups:
         if not fast:
             raise UserError(f"one_layer: layers {layers} are frozen: load the policy again")
         return [{"params": rest}, {"params": fast, "scale": scale}]
+
+    return groups
+
+
+def random_subset(count: int, seed: int = 0) -> Groups:
+    """Train `count` single weights, drawn from the matrices and norms of all layers alike; the rest stays bit for bit.
+
+    The control of `only`, not the paper's: with as many weights as a layer has, it says whether the place matters or
+    the number alone. A mask on the gradient holds the others still (AdamW does not move a weight whose gradients were
+    all 0), so weight decay is off, and nothing is saved: moments and gradients are those of full training. Embeddings
+    and head are frozen. The mask stays on the policy for good: load it again for another training.
+
+    Raises UserError for a count that the layers do not have, a policy of which a weight is frozen already, and several
+    processes, whose copies of the policy would lose the mask.
+    """
+
+    def groups(policy: nn.Module) -> list[dict]:
+        there = list(layers_of(policy).parameters())
+        sizes = [parameter.numel() for parameter in there]
+        if not 1 <= count <= sum(sizes):
+            raise UserError(f"one_layer: count is {count}; choose between 1 and the {sum(sizes)} weights of the layers")
+        if not all(parameter.requires_grad for parameter in policy.parameters()):
+            raise UserError("one_layer: a random subset needs a policy of which nothing is frozen: load it again")
+        if here().world > 1:
+            raise UserError("one_layer: a random subset is trained in one process only")
+        flat = torch.zeros(sum(sizes), dtype=torch.bool)
+        flat[torch.from_numpy(np.random.default_rng(seed).choice(len(flat), count, replace=False))] = True
+        policy.requires_grad_(False)
+        for parameter, part in zip(there, flat.split(sizes), strict=True):
+            mask = part.view_as(parameter).to(parameter.device)
+            parameter.requires_grad_(True).register_hook(partial(_masked, mask))
+        return [{"params": there, "weight_decay": 0.0}]
 
     return groups
 
@@ -169,6 +204,10 @@ def compute_share(
     everything = sum(sizes)
     some = everything + h + sum(sizes[min(layers) :]) + h + again + sum(sizes[k] for k in layers)
     return some / (3 * everything + 3 * h + again)
+
+
+def _masked(mask: Bool[Tensor, "..."], gradient: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    return torch.where(mask, gradient, torch.zeros_like(gradient))
 
 
 def _distinct(layers: Sequence[int]) -> list[int]:
