@@ -4,7 +4,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -65,6 +65,24 @@ def read_json(path: Path, what: str) -> dict:
     if not isinstance(value, dict):
         raise UserError(f"{path} cannot be read as {what}: it holds no JSON object")
     return value
+
+
+def read_jsonl(path: Path, what: str) -> Iterator[Mapping[str, object]]:
+    """The JSON objects of a file, one a line, blank lines left out. Raises UserError naming the file and the line."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would cut at U+2028 inside a string
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path} ({error}); give a JSONL file of {what}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: not JSON ({error})") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{path}, line {number}: not a JSON object; give {what}")
+        yield row
 
 
 def guarded(action: Callable[[], None], path: Path) -> None:

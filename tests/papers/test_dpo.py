@@ -11,11 +11,12 @@ import laws
 import reference
 from copy_run import figures as lines
 from copy_run import quiet
-from postrl.batch import Kind
+from postrl.envs import written
 from postrl.errors import UserError
-from postrl.papers.dpo import dpo, pair, preferences
+from postrl.papers.dpo import dpo, preferences
+from postrl.policies.chat import Characters
 from postrl.policies.tabular import Tabular
-from postrl.rollout import collate
+from postrl.rollout import Rollout
 from postrl.settings import Settings
 from postrl.source import Dataset
 from postrl.train import train
@@ -136,15 +137,8 @@ def test_large_margins_stay_finite():
         assert torch.isfinite(got.loss) and torch.isfinite(got.gradient["logp"]).all()
 
 
-def test_pair():
-    first, second = pair("a", 4, [1, 2], [3], [4, 5])
-    batch = collate([first, second])
-    assert batch.kind.tolist() == [Kind.PAIR] * 2 and batch.reward("preferred").tolist() == [1.0, 0.0]
-    assert batch.tokens.tolist() == [[1, 2, 3, 0], [1, 2, 4, 5]] and batch.lengths().tolist() == [1, 2]
-    assert batch.prefix_id.tolist() == [0, 0] and batch.group().tolist() == [4, 4]
-    for bad in (([], [3], [4]), ([1], [], [4]), ([1], [3], [])):
-        with pytest.raises(UserError, match="'a'"):
-            pair("a", 4, *bad)
+def pair(group: int, prompt: str, chosen: str, rejected: str) -> list[Rollout]:
+    return written.pair([{"role": "user", "content": prompt}], chosen, rejected, group, Characters("abc"))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +154,7 @@ def test_through_the_loop(tmp_path: Path):
     """Pairs from a data set, no second loop: the preference is learnt, and its figures are in the metrics.
 
     The prompt's last token is preferred to any other; 4 updates of 2 groups per step."""
-    rollouts = [r for k in range(12) for r in pair(f"p{k}", k, [1, k % 3 + 1], [k % 3 + 1, 0], [(k + 1) % 3 + 1, 0])]
+    rollouts = [r for k in range(12) for r in pair(k, "a" + "abc"[k % 3], "abc"[k % 3], "abc"[(k + 1) % 3])]
     policy, frozen = (Tabular.uniform(4, 2, 8) for _ in range(2))
     settings = Settings(steps=12, updates=4, learning_rate=0.1, seed=1)
     train(dpo(), policy, Dataset(rollouts, 8), settings, tmp_path, reference=frozen, display=quiet(12)[0])
@@ -172,6 +166,6 @@ def test_through_the_loop(tmp_path: Path):
 
 
 def test_without_a_reference_the_loop_says_what_is_missing(tmp_path: Path):
-    rollouts = pair("p", 0, [1], [2], [3])
+    rollouts = pair(0, "a", "b", "c")
     with pytest.raises(UserError, match="reference"):
         train(dpo(), Tabular.uniform(4, 2, 8), Dataset(rollouts, 1), Settings(steps=1), tmp_path)

@@ -283,3 +283,24 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("{", encoding="utf-8")
     with pytest.raises(UserError, match=r"generation_config\.json"):
         ChatTemplate.load(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["an answer", "", "closes <|im_end|> early", "<|im_start|>user"])
+def test_an_answer_that_exists_as_text_is_what_would_have_been_sampled(text: str) -> None:
+    chat, plain = ChatTemplate(tiny_tokenizer()), PlainText(tiny_tokenizer())
+    for renderer in (chat, plain):
+        tokens = renderer.answer(text)
+        assert renderer.text(tokens) == text
+        assert [n for n, token in enumerate(tokens) if token in renderer.stop] == [len(tokens) - 1]
+        assert renderer.extend(tokens, user("b")) == renderer.extend([65, tokens[-1]], user("b"))
+
+
+def test_an_answer_ends_as_the_template_ends_a_turn() -> None:
+    tokenizer = tiny_tokenizer(GEMMA, ("<start_of_turn>", "<end_of_turn>", "<eos>"), "<eos>")
+    assert ChatTemplate(tokenizer).answer("a")[-1] == tokenizer.convert_tokens_to_ids("<end_of_turn>")
+
+
+def test_an_answer_in_characters() -> None:
+    assert Characters("ab").answer("ba") == [2, 1, 0]
+    with pytest.raises(UserError, match="'c'"):
+        Characters("ab").answer("c")

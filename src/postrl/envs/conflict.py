@@ -16,14 +16,13 @@ from itertools import product
 
 import numpy as np
 
-from postrl.batch import Kind
-from postrl.envs.base import content_hash
 from postrl.envs.single_turn import Problem, Problems
+from postrl.envs.written import demonstration
 from postrl.errors import UserError
 from postrl.policies.base import Renderer
 from postrl.policies.chat import Characters
 from postrl.rewards.rubric import Reward, Rubric
-from postrl.rollout import Rollout, Turn
+from postrl.rollout import Rollout
 
 MARK, FILLER, OPEN, CLOSE, ASK = "!", ".", "(", ")", "="
 LETTERS = "abcd"
@@ -139,13 +138,7 @@ def demonstrations(
     for number in range(count):
         environment = task.environment("train", number)
         text = _habit(environment.info, right, working, np.random.default_rng([seed, number]))
-        messages = environment.prompt()
-        prompt = renderer.prompt(messages)
-        tokens = [*renderer.prompt([{"role": "assistant", "content": text}]), min(renderer.stop)]
-        turns = [Turn(prompt, False, messages[0]["content"]), Turn(tokens, True, text, [0.0] * len(tokens))]
-        messages.append({"role": "assistant", "content": text})
-        item = content_hash(messages[0]["content"] + text)
-        rollouts.append(Rollout(item, number, 0, [turns], kind=Kind.DEMONSTRATION, messages=messages))
+        rollouts.append(demonstration(environment.prompt(), text, number, renderer))
     return rollouts
 
 

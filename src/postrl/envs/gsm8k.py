@@ -1,12 +1,12 @@
 """Grade-school word problems, GSM8K (Cobbe et al., arXiv 2110.14168), from the Hugging Face hub or a JSONL file."""
 
 import importlib.util
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from postrl.envs.single_turn import Problem, Problems
 from postrl.errors import UserError
+from postrl.files import read_jsonl
 from postrl.rewards.exact import Extract, last_number, same_answer
 from postrl.rewards.rubric import Reward, Rubric
 from postrl.rollout import Rollout
@@ -30,7 +30,7 @@ def gsm8k(
     math-verify where it is no plain number. Raises UserError naming the file, line and column for what is not there.
     """
     local = source.endswith((".jsonl", ".json")) or Path(source).exists()
-    rows = _read(Path(source)) if local else _hub(source)
+    rows = read_jsonl(Path(source), "problems with the columns question and answer") if local else _hub(source)
     problems = [_problem(source, number, row) for number, row in enumerate(rows, 1)]
 
     def correct(rollout: Rollout) -> float:
@@ -53,23 +53,6 @@ def _problem(source: str, number: int, row: Mapping[str, object]) -> Problem:
     if not mark:
         raise UserError(f"{source}, row {number}: column 'answer' has no final number after '####'")
     return Problem(str(row["question"]), {"answer": answer.strip().replace(",", ""), "solution": solution.strip()})
-
-
-def _read(path: Path) -> Iterable[Mapping[str, object]]:
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would cut at U+2028 inside a string
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path} ({error}); give a JSONL file with question and answer") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{path}, line {number}: not JSON ({error})") from error
-        if not isinstance(row, dict):
-            raise UserError(f"{path}, line {number}: not a JSON object with question and answer")
-        yield row
 
 
 def _hub(name: str) -> list[Mapping[str, object]]:

@@ -10,16 +10,16 @@ from itertools import pairwise
 
 import numpy as np
 
-from postrl.batch import Kind, Stop
-from postrl.envs.base import content_hash
+from postrl.batch import Stop
 from postrl.envs.grammar_audit import SEPARATOR, Auditor, Trace
 from postrl.envs.grammar_rules import Grammar, Parser, derive, pick
 from postrl.envs.single_turn import Problem, Problems
+from postrl.envs.written import demonstration
 from postrl.errors import UserError
 from postrl.policies.base import Renderer
 from postrl.policies.chat import Characters
 from postrl.rewards.rubric import Reward, Rubric
-from postrl.rollout import Rollout, Turn
+from postrl.rollout import Message, Rollout
 
 STOP_AT_ROOT = 0.8  # probability that a chain ends where it has come to a single symbol
 PATIENCE = 200  # draws in a row without a new word after which a length is exhausted
@@ -76,13 +76,8 @@ def demonstrations(walks: Iterable[Sequence[str]], renderer: Renderer) -> list[R
     """Chains -> demonstrations for `Dataset`: the first word is the prompt, the rest is to be learnt."""
     rollouts = []
     for number, (first, *rest) in enumerate(walks):
-        question, answer = first + SEPARATOR, SEPARATOR.join(rest)
-        prompt = renderer.prompt([{"role": "user", "content": question}])
-        tokens = [*renderer.prompt([{"role": "assistant", "content": answer}]), min(renderer.stop)]
-        turns = [Turn(prompt, False, question), Turn(tokens, True, answer, [0.0] * len(tokens))]
-        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        item = content_hash(question + answer)
-        rollouts.append(Rollout(item, number, 0, [turns], kind=Kind.DEMONSTRATION, messages=messages))
+        asked: list[Message] = [{"role": "user", "content": first + SEPARATOR}]
+        rollouts.append(demonstration(asked, SEPARATOR.join(rest), number, renderer))
     return rollouts
 
 

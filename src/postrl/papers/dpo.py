@@ -1,7 +1,6 @@
 """DPO: a preference between two answers is a logistic regression on their log-probability ratios; no reward model."""
 
 import math
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -10,11 +9,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from postrl.advantages import MIN_SPREAD, dense, total_reward
-from postrl.batch import Batch, Kind, spread, unit_sum
+from postrl.batch import Batch, spread, unit_sum
 from postrl.errors import UserError
 from postrl.losses import log_ratio, on
 from postrl.method import Forward, Method, Paper, Term
-from postrl.rollout import Rollout, Turn
 
 PAPER = Paper(
     title="Direct Preference Optimization: Your Language Model is Secretly a Reward Model",
@@ -37,9 +35,9 @@ def dpo(
         l = L of the token's group;   W = 1/(#groups with a pair · sampled tokens of the group's paired answers)
 
     Rafailov et al., arXiv 2305.18290; IPO: Azar et al., arXiv 2310.12036. An update's loss is the mean of L over
-    groups; a micro-batch never cuts one. In a group of two the answer with the greater total reward is o⁺; `pair` makes
-    such groups. In a larger one L is the mean over all pairs of unequal reward, so that groups sampled on policy serve.
-    Answers that are missing their reward, or have no token, are in no pair.
+    groups; a micro-batch never cuts one. In a group of two the answer with the greater total reward is o⁺;
+    `envs.written.pair` makes such groups of text. In a larger one L is the mean over all pairs of unequal reward, so
+    that groups sampled on policy serve. Answers that are missing their reward, or have no token, are in no pair.
 
     beta: β, strength of the tie to π_ref (paper: 0.1). kind: see above; IPO bounds Δ where preferences are sure.
     label_smoothing: ε, the share of labels taken to be wrong, in [0, 0.5); sigmoid only.
@@ -131,17 +129,3 @@ def group_mean_weight(batch: Batch) -> Float[Tensor, "B T"]:
 def _tally(units: Int[Tensor, " P"], index: Int[Tensor, "N"], number: int) -> Int[Tensor, " _"]:
     """How often each value of `index` is met at `units`."""
     return torch.bincount(index[units], minlength=number)
-
-
-def pair(item: str, group: int, prompt: Sequence[int], chosen: Sequence[int], rejected: Sequence[int]) -> list[Rollout]:
-    """Two rollouts of one group, tokens in: the chosen answer has reward `preferred` 1, the rejected one 0.
-
-    Raises UserError naming the item if a prompt or an answer is empty.
-    """
-    if not (prompt and chosen and rejected):
-        raise UserError(f"item {item!r}: a pair needs a prompt and two answers of at least one token")
-    out = []
-    for sample, answer in enumerate((chosen, rejected)):
-        turns = [Turn(list(prompt), False), Turn(list(answer), True, logp=[0.0] * len(answer))]
-        out.append(Rollout(item, group, sample, [turns], rewards={"preferred": 1.0 - sample}, kind=Kind.PAIR))
-    return out

@@ -129,6 +129,10 @@ class Renderer(Protocol):
         """Tokens that follow `context` (which ends with a sampled turn) so that the policy can answer `messages`."""
         ...
 
+    def answer(self, text: str) -> list[int]:
+        """A completion as it would be sampled: the tokens of a text that exists already, and one that ends the turn."""
+        ...
+
     def text(self, tokens: Sequence[int]) -> str:
         """Readable text of a completion, without stop tokens."""
         ...

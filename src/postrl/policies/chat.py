@@ -156,7 +156,9 @@ class ChatTemplate:
         self._text = _Text(tokenizer, control)
         ends = [*_end(tokenizer), *stop]
         last = self._render(turn, generate=False).partition(_TURN)[2]
-        self._stop = frozenset([*ends, *self._terminator(last, opening.partition(_TURN)[2], ends)])
+        turn_end = self._terminator(last, opening.partition(_TURN)[2], ends)
+        self._turn_end = [*turn_end, *ends][:1]  # the one an answer of the training data ended with
+        self._stop = frozenset([*ends, *turn_end])
         thinking = "<think>\nc\n</think>\n\nd"
         earlier = [turn[0], {"role": "assistant", "content": thinking}, {"role": "user", "content": "b"}]
         self.rewrites_history = thinking not in self._render(earlier, generate=True)
@@ -193,6 +195,10 @@ class ChatTemplate:
         suffix = self._render([*turn, *hidden], generate=True).partition(_TURN)[2]
         ids = self._text.encode(suffix, stands_for)
         return ids[self._ending(ids) :] if context and context[-1] in self._stop else ids
+
+    def answer(self, text: str) -> list[int]:
+        """The text and the end of the turn; a control token's name in it is spelt out."""
+        return self._text.plain(text) + self._turn_end
 
     def text(self, tokens: Sequence[int]) -> str:
         """Readable text of a completion, without stop tokens at its end."""
@@ -269,6 +275,10 @@ class PlainText:
         end = [] if context and context[-1] in self.stop else self._ends[:1]
         return end + self._text.plain("".join(message["content"] for message in messages))
 
+    def answer(self, text: str) -> list[int]:
+        """The text and the end of the turn; a control token's name in it is spelt out."""
+        return self._text.plain(text) + self._ends[:1]
+
     def text(self, tokens: Sequence[int]) -> str:
         """Readable text of a completion, without stop tokens at its end."""
         return self._text.decode(tokens, self.stop)
@@ -310,16 +320,22 @@ class Characters:
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """The contents one after the other; roles are not read. Raises UserError naming an unknown character."""
-        contents = "".join(message["content"] for message in messages)
-        unknown = next((character for character in contents if character not in self._ids), None)
+        return self._encode("".join(message["content"] for message in messages))
+
+    def _encode(self, text: str) -> list[int]:
+        unknown = next((character for character in text if character not in self._ids), None)
         if unknown is not None:
-            raise UserError(f"{contents!r} contains {unknown!r}, which is not in the alphabet {self.alphabet!r}")
-        return [self._ids[character] for character in contents]
+            raise UserError(f"{text!r} contains {unknown!r}, which is not in the alphabet {self.alphabet!r}")
+        return [self._ids[character] for character in text]
 
     def extend(self, context: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """The missing end of a turn that was cut off, and the contents."""
         end = [] if context and context[-1] == self.end else [self.end]
         return end + self.prompt(messages)
+
+    def answer(self, text: str) -> list[int]:
+        """The characters and the end token. Raises UserError naming an unknown character."""
+        return [*self._encode(text), self.end]
 
     def text(self, tokens: Sequence[int]) -> str:
         """The characters; end tokens are left out."""
