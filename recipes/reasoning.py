@@ -23,10 +23,12 @@ from postrl.errors import UserError
 from postrl.evaluate import Evaluation, evaluate
 from postrl.memory import keep_memory
 from postrl.papers.one_layer import only
-from postrl.policies.base import Policy, Renderer, Sampling
+from postrl.policies.base import Policy, Renderer, Sampler, Sampling
 from postrl.policies.critic import ActorCritic, DecoderCritic, Values, parameter_groups
 from postrl.policies.loading import load_policy
 from postrl.policies.lora import LoRA
+from postrl.policies.vllm import VllmSampler
+from postrl.ranks import launched_first
 from postrl.rewards.exact import EXTRACTIONS
 from postrl.rewards.rubric import Reward, Rubric
 from postrl.settings import Settings
@@ -87,6 +89,12 @@ class Config:
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the matrix products; weights stay in float32. auto: bfloat16 where it is measured to be much faster.
     A resumed run goes on with what it began with."""
+    sampler: Literal["own", "vllm"] = "own"
+    """Who samples: the policy's own engine, or vLLM in its own environment (`make vllm-env`), for people with a GPU."""
+    vllm: str = ".venv-vllm/bin/python"
+    """The Python of vLLM's environment."""
+    vllm_options: Options = field(default_factory=dict)
+    """Arguments of vLLM's engine, for example `--vllm-options gpu_memory_utilization 0.4`."""
     recompute: bool = False
     """Keep fewer activations for the backward pass and compute them again: less memory, more time."""
     threads: int = 2
@@ -110,7 +118,8 @@ def make_task(config: Config) -> Task:
     if config.brevity:
         brief = Reward("brevity", lambda rollout: 1 - rollout.sampled_tokens() / config.max_tokens, config.brevity)
         task.rubric = Rubric((*task.rubric.rewards, brief))
-    print(task.describe(), flush=True)
+    if launched_first():
+        print(task.describe(), flush=True)
     return task
 
 
@@ -126,6 +135,7 @@ def main(config: Config, task: Task | None = None, before: Evaluation | None = N
     policy, renderer = load_policy(
         config.model, lora=lora, compute_dtype=compute, recompute=config.recompute, seed=config.train.seed
     )
+    sampler = make_sampler(policy, config, name_of(compute))
     model = with_critic(policy, config) if "values" in method.needs else policy
     critic = isinstance(model, ActorCritic)
     source = OnPolicy(
@@ -137,6 +147,7 @@ def main(config: Config, task: Task | None = None, before: Evaluation | None = N
         sampling=sampling(config),
         seed=config.train.seed,
         answer=lambda rollout: EXTRACTIONS[config.extract](rollout.completion),
+        make_sampler=None if sampler is None else lambda: sampler,
     )
     compared = config.train.kl_coef > 0 or "logp_ref" in method.needs
     reference = load_policy(config.model, compute_dtype=compute)[0] if compared else None
@@ -155,7 +166,7 @@ def main(config: Config, task: Task | None = None, before: Evaluation | None = N
         enrich=[Values(model, config.train.token_budget, config.critic_warmup)] if critic else [],
         parameters=parameter_groups(config.critic_scale) if critic else layers,
         reference=reference,
-        evaluate=lambda: measure(config, policy, renderer, task),
+        evaluate=lambda: measure(config, policy, renderer, task, sampler),
         before=before,
         describe=describe,
         resume=config.resume,
@@ -189,7 +200,22 @@ def sampling(config: Config) -> Sampling:
     return Sampling(temperature=config.temperature, max_tokens=config.max_tokens)
 
 
-def measure(config: Config, policy: Policy, renderer: Renderer, task: Task) -> Evaluation:
+def make_sampler(policy: Policy, config: Config, dtype: str) -> Sampler | None:
+    """vLLM's, for training and evaluation; None: the policy's own. dtype: of the products."""
+    if config.sampler == "own":
+        return None
+    return VllmSampler(
+        policy,
+        config.vllm,
+        dtype="bfloat16" if dtype == "bfloat16" else "float32",
+        engine=config.vllm_options,
+        threads=config.threads,
+    )
+
+
+def measure(
+    config: Config, policy: Policy, renderer: Renderer, task: Task, sampler: Sampler | None = None
+) -> Evaluation:
     """pass@k on held-out problems."""
     m = config.measure
     return evaluate(
@@ -202,6 +228,7 @@ def measure(config: Config, policy: Policy, renderer: Renderer, task: Task) -> E
         sampling=sampling(config),
         seed=config.train.seed,
         answer=lambda rollout: EXTRACTIONS[config.extract](rollout.completion) or "none",
+        sampler=sampler,
     )
 
 

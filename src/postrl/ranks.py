@@ -6,6 +6,7 @@ by no more than float rounding. Processes share a file system; the first one alo
 """
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -130,6 +131,11 @@ def here() -> Ranks:
         return ALONE
     device = "cpu" if dist.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
     return Ranks(dist.get_rank(), dist.get_world_size(), device)
+
+
+def launched_first() -> bool:
+    """Whether this process is the first of those that a launcher started, also before they talk to one another."""
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 @contextmanager
