@@ -35,6 +35,7 @@ class Config(reasoning.Config):
 
 def main(config: Config) -> Result:
     task = gsm8k(config.data, template=config.template, seed=config.train.seed)
+    task.rubric = reasoning.rubric(config, task.rubric)
     return reasoning.main(config, task=task)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,9 @@ from builders import ragged_batch
 from postrl import papers, recipes_folder
 from postrl.errors import UserError
 from postrl.report.data import read_runs
+from postrl.rollout import Rollout, Turn
 from postrl.settings import Settings
+from tiny_models import save_model
 
 RECIPE = '''"""A recipe for a test."""
 from dataclasses import dataclass
@@ -148,3 +151,55 @@ def test_methods_that_know_lengths_get_the_samplers():
     shaped = module.make_method("dapo", {}, 16).advantage(batch)
     torch.testing.assert_close(shaped, papers.method("dapo", max_length=16, cache=3).advantage(batch))
     assert module.make_method("grpo", {}, 16).name == "grpo"
+
+
+def sampled(tokens: list[int]) -> Rollout:
+    return Rollout("a", 0, 0, [[Turn([1], False), Turn(tokens, True, logp=[0.0] * len(tokens))]])
+
+
+def test_preferences_from_a_file_are_learnt_and_measured_on_pairs_held_out(tmp_path: Path):
+    rows = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(40)]
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = recipes_folder.load("preferences")
+    config = found.config(
+        data=str(data),
+        model=str(save_model(tmp_path / "model")),
+        train=Settings(steps=6, updates=1, learning_rate=1e-2),
+        threads=1,
+        out=tmp_path / "run",
+    )
+    found.main(config)
+    held_out = json.loads((tmp_path / "run" / "held_out.json").read_text())
+    assert held_out["accuracy"] == 1.0 and held_out["margin"] > 0
+    with pytest.raises(UserError, match="option data is empty"):
+        found.main(dataclasses.replace(config, data=""))
+
+
+def test_a_second_reward_is_trained_on_where_it_is_asked_for(tmp_path: Path):
+    found = recipes_folder.load("reasoning")
+    module = sys.modules[found.main.__module__]
+    plain, brief = (module.make_task(found.config(brevity=weight)).rubric for weight in (0.0, 0.5))
+    assert "brevity" not in plain.names
+    reward = next(reward for reward in brief.rewards if reward.name == "brevity")
+    assert reward.weight == 0.5 and reward.fn(sampled([1, 2, 3, 4])) == 0.75  # of at most 16 tokens
+
+
+@pytest.mark.slow
+def test_the_tour_of_the_shelf_leaves_a_curve_of_every_method(tmp_path: Path):
+    """A random model of two layers, one step each; an interrupted tour would go on."""
+    found = recipes_folder.load("shelf")
+    config = found.config(
+        model=str(save_model(tmp_path / "model")),
+        groups_per_step=2,
+        group_size=2,
+        threads=1,
+        train=Settings(steps=1, updates=1),
+        out=tmp_path / "runs",
+    )
+    found.main(config)
+    elsewhere = vars(sys.modules[found.main.__module__])["ELSEWHERE"]
+    assert {path.stem for path in (tmp_path / "runs" / "curves").iterdir()} == set(papers.methods()) - set(elsewhere)
+    for path in (tmp_path / "runs" / "curves").iterdir():
+        (line,) = path.read_text().splitlines()
+        assert json.loads(line)["step"] == 1 and "time/step" not in line
