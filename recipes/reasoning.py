@@ -115,12 +115,18 @@ def make_task(config: Config) -> Task:
         template=config.template,
         seed=config.train.seed,
     )
-    if config.brevity:
-        brief = Reward("brevity", lambda rollout: 1 - rollout.sampled_tokens() / config.max_tokens, config.brevity)
-        task.rubric = Rubric((*task.rubric.rewards, brief))
+    task.rubric = rubric(config, task.rubric)
     if launched_first():
         print(task.describe(), flush=True)
     return task
+
+
+def rubric(config: Config, plain: Rubric) -> Rubric:
+    """A task's own rewards, and brevity where it is asked for."""
+    if not config.brevity:
+        return plain
+    brief = Reward("brevity", lambda rollout: 1 - rollout.sampled_tokens() / config.max_tokens, config.brevity)
+    return Rubric((*plain.rewards, brief))
 
 
 def main(config: Config, task: Task | None = None, before: Evaluation | None = None, title: str = "") -> Result:
