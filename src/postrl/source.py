@@ -23,8 +23,7 @@ class OnPolicy:
     The running position in the task's training split numbers the groups: it is never reused, whatever the epoch. Random
     numbers follow from (seed, step, group, sample, turn). limits.max_context is cut to the policy's context.
     answer(rollout) is what a rollout answered (None: nothing); it fills the grouping "answer", which
-    reco(typical="empirical") counts. make_sampler() makes a sampler of the policy, by default `policy.sampler()`; a
-    tiny decoder samples several times as fast in more slots: `lambda: decoder.sampler(512)`.
+    reco(typical="empirical") counts. make_sampler() makes a sampler of the policy, by default `policy.sampler()`.
     Raises UserError at once for options that training cannot use: top_p < 1, top_k > 0, temperature 0 (the sampled
     tokens would not come from the distribution whose log-probabilities are trained), or an empty training split.
     """

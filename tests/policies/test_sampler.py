@@ -13,6 +13,7 @@ from postrl.batch import Stop
 from postrl.errors import UserError
 from postrl.policies import sampler as module
 from postrl.policies.base import Completion, Sampling
+from postrl.policies.cache import slots_for
 from postrl.policies.decoder import Decoder
 from postrl.policies.draw import draw
 from postrl.policies.engine import Engine
@@ -396,6 +397,49 @@ def test_sessions_go_on_from_their_keys_and_values(slots: int, sharing: int, mon
     distinct = sum(len(prompt) for prompt in prompts[:4])
     assert work.prompt_tokens <= distinct + replies + (len(prompts[0]) if slots == 1 else 0)
     assert not sampler._contexts and not sampler._prefixes and not sampler._active
+
+
+@pytest.mark.parametrize(
+    ("waiting", "token_bytes", "longest", "slots"),
+    [
+        (1, 7680, 128, 64),  # the least
+        (64, 7680, 128, 64),
+        (65, 7680, 128, 128),
+        (512, 7680, 128, 512),
+        (10**6, 7680, 128, 512),  # the most
+        (512, 7680, 546, 256),  # 512 such contexts are 2 GiB - ε; 256 are 2^30 bytes and less
+        (512, 7680, 547, 128),
+        (512, 46080, 96, 128),  # SmolLM2-135M in float32
+        (512, 2**20, 4096, 64),  # one context is 4 GiB: not fewer than the least, as before
+    ],
+)
+def test_small_models_get_more_slots_as_far_as_memory_and_work_go(
+    waiting: int, token_bytes: int, longest: int, slots: int
+) -> None:
+    assert slots_for(waiting, token_bytes, longest) == slots
+
+
+def test_slots_are_chosen_anew_at_each_refresh_for_what_waits_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, decoder = [], decided()
+    monkeypatch.setattr(module, "slots_for", lambda *about: asked.append(about) or (2 if len(asked) < 3 else 5))
+    sampler, prompts = decoder.sampler(), [[1, 2, 3], [4]]
+    settings = replace(PLAIN, max_tokens=6)
+    first = sample(sampler, prompts, 4, settings, seed=0)
+    assert sampler.slots == 2 and asked == [(8, 2 * 2 * 2 * 8 * 4, 9)]  # 2 of layers, heads and of keys and values
+    sample(sampler, prompts, 1, settings, seed=0)
+    assert len(asked) == 1  # not before the weights change: sessions may be open
+    sampler.refresh()
+    session = sampler.submit(prompts[0], (0, 0), settings, keep=True)
+    sampler.poll()
+    assert asked[1] == (1, 256, decoder.config.context)  # a kept session may grow as far as that
+    sampler.close(session)
+    sampler.refresh()
+    again = sample(sampler, prompts, 4, settings, seed=0)
+    assert sampler.slots == 5 and sampler._cache is not None and sampler._cache.slots == 5
+    assert all(same(a, b) for one, other in zip(again, first, strict=True) for a, b in zip(one, other, strict=True))
+    asked.clear()
+    sample(decoder.sampler(3), prompts, 1, settings, seed=0)
+    assert not asked
 
 
 def test_sessions_do_not_depend_on_slots() -> None:

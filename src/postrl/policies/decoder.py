@@ -268,8 +268,8 @@ class Decoder(nn.Module):
                     x = changed(x, changes[number], packed.places)
         return x
 
-    def sampler(self, slots: int = 64) -> "DecoderSampler":
-        """Samples `slots` completions at a time from the present weights."""
+    def sampler(self, slots: int | None = None) -> "DecoderSampler":
+        """Samples from the present weights, `slots` completions at a time (None: as many as pay)."""
         from postrl.policies.sampler import DecoderSampler
 
         return DecoderSampler(self, slots)

@@ -134,7 +134,7 @@ class LoRADecoder(nn.Module):
         """As the decoder's."""
         return self.decoder(batch, want)
 
-    def sampler(self, slots: int = 64) -> "DecoderSampler":
+    def sampler(self, slots: int | None = None) -> "DecoderSampler":
         """As the decoder's; it samples from merged weights."""
         return self.decoder.sampler(slots)
 

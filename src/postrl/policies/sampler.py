@@ -1,6 +1,6 @@
 """Sampling from a decoder with continuous batching.
 
-A fixed number of slots decode together; a finished completion leaves its slot and a waiting one enters. A prompt that
+A number of slots decode together; a finished completion leaves its slot and a waiting one enters. A prompt that
 several completions share runs once and, where that pays, its keys and values are read by all of them in place. A kept
 session leaves its slot too: its keys and values wait outside until it goes on.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from postrl.batch import Stop
 from postrl.errors import UserError
 from postrl.policies.base import Completion, Key, Sampler, Sampling
-from postrl.policies.cache import Cache, Prefix
+from postrl.policies.cache import SLOTS, Cache, Prefix, slots_for
 from postrl.policies.decoder import Decoder
 from postrl.policies.draw import draw
 from postrl.policies.engine import Engine, Shared, Span
@@ -52,13 +52,15 @@ class _Context:
 
 
 class DecoderSampler:
-    """A sampler (policies/base.py) of a decoder's weights as they were at the first `poll` after `refresh`."""
+    """A sampler (policies/base.py) of a decoder's weights as they were at the first `poll` after `refresh`.
 
-    def __init__(self, decoder: Decoder, slots: int = 64) -> None:
-        if slots < 1:
+    slots: completions decoded at a time; None: chosen at that `poll` for what waits then (see `cache.slots_for`).
+    """
+
+    def __init__(self, decoder: Decoder, slots: int | None = None) -> None:
+        if slots is not None and slots < 1:
             raise UserError(f"slots={slots}: a sampler needs at least one")
-        self.decoder, self.slots = decoder, slots
-        self._together = max(1, slots // 8)  # a pass for one prompt costs nearly as much as one for several
+        self.decoder, self.slots, self._choose_slots = decoder, slots or SLOTS[0], slots is None
         self._engine: Engine | None = None
         self._cache: Cache | None = None
         self._contexts: dict[int, _Context] = {}
@@ -123,8 +125,11 @@ class DecoderSampler:
     def poll(self) -> list[Completion]:
         """See base.Sampler. Raises ValueError if the interventions are others than when the open sessions began."""
         self._check_scope()
+        if self._waiting:
+            self._ready()
+        together = max(1, self.slots // 8)  # a pass for one prompt costs nearly as much as one for several
         while not self._done and (self._waiting or self._active):
-            if self._waiting and self.slots - len(self._active) >= min(len(self._waiting), self._together):
+            if self._waiting and self.slots - len(self._active) >= min(len(self._waiting), together):
                 self._admit()
             if self._active and not self._done:
                 self._step()
@@ -154,11 +159,21 @@ class DecoderSampler:
 
     def _ready(self) -> tuple[Engine, Cache]:
         if self._engine is None:
+            if self._choose_slots:
+                self.slots = self._fitting_slots()
             self._engine = Engine(self.decoder, self.slots)
-        if self._cache is None:
+        if self._cache is None or self._cache.slots != self.slots:  # nothing is in it then
             like = torch.empty(0, dtype=self._engine.dtype, device=self._engine.device)
             self._cache = Cache(self.decoder.config, self.slots, like)
         return self._engine, self._cache
+
+    def _fitting_slots(self) -> int:
+        """For what waits; a session that is kept may come to fill the context."""
+        config = self.decoder.config
+        size = (self.decoder.compute_dtype or self.decoder.head_weight.dtype).itemsize
+        token_bytes = 2 * config.layers * config.kv_heads * config.head_size * size
+        longest = max((config.context if c.keep else c.length + c.limit for c in self._waiting), default=0)
+        return slots_for(len(self._waiting), token_bytes, longest)
 
     def _admit(self) -> None:
         """Waiting contexts into free slots: their prompts and extensions run, and their first token is drawn."""
