@@ -116,12 +116,13 @@ def batch(fields: Mapping[str, Tensor], scores: Scores, group_size: int, tempera
         kind=torch.full((units,), int(Kind.ROLLOUT), dtype=torch.int8, device=device),
         version=torch.full((units,), version, dtype=torch.int64, device=device),
         stop=scores.stop,
-        step_rewards=_widened(scores.step_rewards, steps, torch.nan),
-        step_groups=_widened(scores.step_groups, steps, -1),
+        step_rewards=widened(scores.step_rewards, steps, torch.nan),
+        step_groups=widened(scores.step_groups, steps, -1),
     )
 
 
-def _widened(table: Tensor | None, width: int, fill: float) -> Tensor | None:
+def widened(table: Tensor | None, width: int, fill: float) -> Tensor | None:
+    """A table over steps with more columns of `fill`, up to `width`."""
     return table if table is None else torch.nn.functional.pad(table, (0, width - table.shape[1]), value=fill)
 
 

@@ -1,8 +1,8 @@
 """Any method of the shelf inside verl, by name: `algorithm.adv_estimator=postrl_reco` and
 `actor_rollout_ref.actor.policy_loss.loss_mode=postrl_reco`.
 
-verl loads `verl_plugin` through the entry point `verl.plugins` in each of its processes. This module imports no verl: it
-says what verl can do with a method, and reads the options that the methods run with. `docs/verl.md` says how to use it.
+verl loads `verl_entry` through the entry point `verl.plugins` in each of its processes. This module imports no verl and
+says what verl can do with a method. `docs/verl.md` says how to use it.
 """
 
 import functools

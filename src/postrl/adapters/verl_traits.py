@@ -23,9 +23,9 @@ SIZES, LENGTH = (4, 3, 5), 6
 
 @dataclass(frozen=True)
 class Traits:
-    """proportional: l(c·A) = c·l(A) for c > 0. base: the count of an update that is all a weight depends on, besides its
-    own rollout batch; None if it depends on more. alone: so even if the update cuts groups. plain: A, W and `keep` read
-    nothing of an answer but its total reward and its tokens' number.
+    """proportional: l(c·A) = c·l(A) for c > 0. base: the count of an update that is all a weight depends on besides its
+    rollout batch; None if it depends on more. alone: so even if the update cuts groups. plain: A, W and `keep` read
+    nothing of an answer but its total reward and the number of its tokens.
     """
 
     proportional: bool
@@ -35,12 +35,12 @@ class Traits:
 
 
 def traits(method: Method) -> Traits:
-    """For methods of one term whose loss reads a micro-batch's log-probabilities only; `verl.support` refuses others."""
+    """For methods of one term whose loss reads log-probabilities only; `verl.support` refuses others before."""
     batch = probe()
     whole = torch.arange(batch.size) < sum(SIZES[:2])  # two groups of three
     cut = torch.arange(batch.size) % 3 > 0
     bases: list[Base] = ["tokens", "answers"]
-    found = next((base for base in bases if _scales(method, batch, whole, base)), None)
+    found: Base | None = next((base for base in bases if _scales(method, batch, whole, base)), None)
     alone = found is not None and _scales(method, batch, cut, found)
     return Traits(_proportional(method, batch), found, alone, _plain(method, batch))
 
