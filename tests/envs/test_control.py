@@ -155,6 +155,18 @@ def test_a_run_repeats_and_charges_what_it_sampled():
         assert one.returns[-1] != other.returns[-1]
 
 
+def test_dealt_rewards_and_another_learner(offline):
+    dealt = offline.dealt(3)
+    assert np.array_equal(np.sort(dealt.rewards), np.sort(offline.rewards)), "the same rewards"
+    assert np.mean(dealt.rewards == offline.rewards) < 0.1 and np.array_equal(dealt.actions, offline.actions)
+    fresh, pooled, buffer = (control.compare(arm, 1, TINY) for arm in ("dealt", "pooled", "pooled buffer"))
+    assert fresh.returns[0] == pooled.returns[0] and len({fresh.gap[0], pooled.gap[0], buffer.gap[0]}) == 3
+    one, other = (control.compare("random", 1, TINY, learner_seed=seed) for seed in (1, 2))
+    assert one == control.compare("random", 1, TINY)
+    assert one.returns[0] == other.returns[0], "the same policy on the same starts"
+    assert one.gap[0] != other.gap[0] and one.returns[1] != other.returns[1]
+
+
 def test_the_gap_is_that_of_the_first_critic(monkeypatch: pytest.MonkeyPatch):
     """Fine-tuning moves the learner's critic, not the copy that the gap is about."""
     seen = []

@@ -16,7 +16,7 @@ gymnasium's Pendulum-v1 never ends, it only stops at 200 steps: every target boo
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -41,7 +41,7 @@ GAMMA, WIDTH, BATCH = 0.98, 64, 128
 
 Critic = Callable[[Tensor, Tensor], Sequence[Tensor]]  # observations, actions [n, 1] -> twin values [n, 1]
 Player = Callable[[np.ndarray], float]  # observation [3] -> action
-Arm = Literal["random", "single", "pooled", "pooled buffer"]
+Arm = Literal["random", "single", "pooled", "pooled buffer", "dealt"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,10 @@ class Transitions:
         index = (episodes[:, None] * length + np.arange(length)).ravel()
         fields = (x[index] for x in (self.observations, self.actions, self.rewards, self.following))
         return Transitions(*fields, episodes=len(episodes))
+
+    def dealt(self, seed: int) -> "Transitions":
+        """The same steps, their rewards dealt anew among them: the level of the rewards is all they tell."""
+        return replace(self, rewards=np.random.default_rng([seed, 6]).permutation(self.rewards))
 
 
 @dataclass(frozen=True)
@@ -220,25 +224,29 @@ def value_gap(critic: Critic, actor: nn.Module, episodes: int, seed: int) -> flo
     return float(np.abs(estimated - returns.ravel()[early]).mean())
 
 
-def compare(arm: Arm, seed: int, sizes: Sizes = Sizes()) -> Curve:
+def compare(arm: Arm, seed: int, sizes: Sizes = Sizes(), learner_seed: int | None = None) -> Curve:
     """One run of one arm. Runs of one seed share D, the imitation policies, and the starts of every evaluation.
+    learner_seed: of the fresh critic and of TD3's own chance, by default the same `seed`.
 
     random: replay D, fresh critic. single: R by π_1 alone, critic regressed on it. pooled: R by all policies, critic by
     step 3 (the paper's proposal). pooled buffer: that R in the replay, but a fresh critic; data without initialisation.
+    dealt: as pooled, but the critic is regressed on rewards dealt anew; a level of values without knowledge.
     """
+    learner_seed = seed if learner_seed is None else learner_seed
     offline = demonstrate(sizes.demonstrations, seed)
     alone = arm == "single"
     count = 1 if alone or arm == "random" else sizes.policies
     actors = [imitate(offline, 1000 * seed + n, sizes.imitation_steps) for n in range(count)]
     pooled = None if arm == "random" else rollouts(actors, sizes.rollouts, seed)
-    learner = agent(actors[0], [offline] if pooled is None else [offline, pooled], seed)
+    learner = agent(actors[0], [offline] if pooled is None else [offline, pooled], learner_seed)
     if pooled is not None and arm != "pooled buffer":
-        pretrain_critic(learner, offline, pooled, actors, sizes.critic_steps, seed)
+        shown = (offline.dealt(seed), pooled.dealt(seed)) if arm == "dealt" else (offline, pooled)
+        pretrain_critic(learner, *shown, actors, sizes.critic_steps, seed)
     charged = 0 if pooled is None else len(pooled)
     first = copy.deepcopy(learner.critic)
     curve = Curve(arm, seed, [], [], [])
-    torch.manual_seed(seed)
-    np.random.seed(seed)  # TD3 draws its batches and its noise from the global generator
+    torch.manual_seed(learner_seed)
+    np.random.seed(learner_seed)  # TD3 draws its batches and its noise from the global generator
     for done in range(0, sizes.online_steps + 1, sizes.evaluate_every):
         if done:
             learner.learn(sizes.evaluate_every, reset_num_timesteps=False)
