@@ -1,7 +1,8 @@
 """A small run for `test_ranks.py`, to be started in one process or several: python ranks_run.py FOLDER OPTIONS.
 
 OPTIONS is a JSON object: fields of Settings, and `resume`, `divisible` (false: a source that only one process can
-call), `die` or `interrupt` (the step in which process 1 gets SIGKILL or SIGTERM).
+call), `die` or `interrupt` (the step in which process 1 gets SIGKILL or SIGTERM), `warmup` (PPO with a critic that
+first trains alone for so many steps).
 """
 
 import json
@@ -20,6 +21,7 @@ from postrl.errors import UserError
 from postrl.parallel import leave, spread
 from postrl.policies.base import Sampling
 from postrl.policies.chat import Characters
+from postrl.policies.critic import ActorCritic, DecoderCritic, Values, parameter_groups
 from postrl.ranks import here
 from postrl.rollout import Rollout
 from postrl.settings import Parallel, Settings
@@ -64,7 +66,14 @@ def main(folder: Path, options: dict) -> None:
     sampling = Sampling(max_tokens=3)
     source = OnPolicy(task, policy, renderer, groups_per_step=3, group_size=4, sampling=sampling)
     source = (Divided if divisible else Seamed)(source, accidents)
+    warmup = options.pop("warmup", None)
     settings = Settings(**(OPTIONS | options))
+    method, rest = papers.method("gspo"), {}
+    if warmup is not None:
+        method = papers.method("ppo")
+        policy = ActorCritic(policy, DecoderCritic.copied(policy, head_seed=1))
+        values = Values(policy, settings.token_budget, warmup, "bootstrap")
+        rest = {"enrich": [values], "parameters": parameter_groups(5.0)}
 
     def watched(policy: torch.nn.Module, accelerator: Accelerator, parallel: Parallel) -> torch.nn.Module:
         trained = spread(policy, accelerator, parallel)
@@ -73,7 +82,7 @@ def main(folder: Path, options: dict) -> None:
         return trained
 
     train.spread = watched
-    train.train(papers.method("gspo"), policy, source, settings, folder, resume=resume)
+    train.train(method, policy, source, settings, folder, resume=resume, **rest)
 
 
 if __name__ == "__main__":

@@ -83,6 +83,18 @@ def test_sharded_training_is_sharded_and_the_same(alone: Path, tmp_path: Path) -
     assert_same(alone, trained(2, tmp_path / "run", parallel="shard"))
 
 
+@pytest.fixture(scope="module")
+def alone_with_critic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two of four steps warm the critic up."""
+    return trained(1, tmp_path_factory.mktemp("alone_with_critic") / "run", warmup=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["replicate", "shard"])
+def test_a_critic_and_its_warm_up_on_two_processes(alone_with_critic: Path, tmp_path: Path, parallel: str) -> None:
+    assert_same(alone_with_critic, trained(2, tmp_path / "run", warmup=2, parallel=parallel))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["replicate", "shard"])
 def test_a_run_goes_on_with_another_number_of_processes(alone: Path, tmp_path: Path, parallel: str) -> None:

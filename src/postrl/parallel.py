@@ -4,6 +4,7 @@ import copy
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,23 @@ from torch.nn.parallel import DistributedDataParallel
 from postrl.policies.base import layers_of
 from postrl.ranks import connected, here
 from postrl.settings import Parallel
+
+
+@runtime_checkable
+class Resting(Protocol):
+    """A policy parts of which have no gradient while it is held, such as one beside a critic that warms up."""
+
+    held: bool
+
+    def hold(self, still: bool) -> None: ...
+
+
+def hold_alike(policy: nn.Module, trained: nn.Module) -> None:
+    """What rests in the policy rests in the module that trains it."""
+    if isinstance(policy, Resting) and isinstance(trained, Resting):
+        if isinstance(trained, FSDPModule):
+            trained.reshard()  # after a forward pass the outermost parameters are gathered ones, not the optimiser's
+        trained.hold(policy.held)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
+from accelerate.utils import DistributedDataParallelKwargs
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -30,7 +31,7 @@ from postrl.interrupt import Interrupt, memory_guard
 from postrl.method import Method
 from postrl.optimise import Seen, Trainer, update
 from postrl.packing import mini_batches
-from postrl.parallel import copy_weights, spread
+from postrl.parallel import Resting, copy_weights, hold_alike, spread
 from postrl.ranks import Ranks, here
 from postrl.record import Metrics, open_run, take_back, write_rollouts
 from postrl.rollout import Rollout, collate
@@ -87,9 +88,12 @@ def train(
     settings.check()
     method = _with_reference(method, settings, reference)
     _check_trackers(trackers)
-    # Several processes without an accelerator talk over gloo.
-    cpu = not torch.accelerator.is_available()
-    accelerator = Accelerator(cpu=cpu, log_with=list(trackers) or None, project_dir=str(folder))
+    accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(),  # several processes then talk over gloo
+        log_with=list(trackers) or None,
+        project_dir=str(folder),
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=isinstance(policy, Resting))],
+    )
     ranks = here()
     configuration = {**(describe or {}), "method": method.name, **asdict(settings)}
     ranks.once(lambda: open_run(folder, configuration, resume, FREE))
@@ -294,6 +298,7 @@ class Loop:
             batch = reference_logp(self.reference, batch, settings.token_budget)
         for fill in self.enrich:
             batch = fill(batch)
+        hold_alike(self.policy, self.trained)
         _check_needs(self.method, batch)
         if progress.step == 0:
             _check_groups(self.method, batch)
