@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from postrl.envs.base import Split, content_hash, digest, split_of
+from postrl.envs.evaluated import UNREADABLE, harmless
 from postrl.envs.single_turn import SingleTurn, ask, epoch_position
 from postrl.errors import UserError
 from postrl.rewards.exact import Extract, last_number
@@ -147,7 +148,11 @@ class ReasoningTask:
 
     def _score(self, completion: str, entry: dict[str, Any]) -> float:
         answer = self._extract(completion)
-        return 0.0 if answer is None else float(self._dataset.score_answer(answer, entry))
+        if answer is None:
+            return 0.0
+        if not harmless(entry["metadata"].get("source_dataset", self.name), answer):
+            answer = UNREADABLE
+        return float(self._dataset.score_answer(answer, entry))
 
     def _raw_score(self, rollout: Rollout) -> float:
         return self._score(rollout.completion, self._entries[rollout.item])
