@@ -1,17 +1,19 @@
 """Does ReCo keep pass@64 where GRPO loses it, and does its weighting do it, not the mere spread of weights?"""
 
-import shutil
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 import torch
+from countdown import Countdown
+from countdown import pretrain as expressions_shown
 from torch import Tensor
 
 from postrl.batch import Batch, unit_sum
 from postrl.enrich import forward_all
-from postrl.envs.grammar_audit import Auditor, Trace, covered, distinct_traces
+from postrl.envs.grammar_audit import Auditor, covered
 from postrl.envs.rewrite_grammar import audit
 from postrl.method import Method
 from postrl.papers.dapo import dapo
@@ -22,6 +24,7 @@ from postrl.policies.decoder import Decoder
 from postrl.probes.diversity import rarefied
 from postrl.probes.passk import pass_at_k
 from postrl.rollout import Rollout, collate
+from postrl.source import OnPolicy
 from postrl.study import (
     Arm,
     Base,
@@ -29,15 +32,16 @@ from postrl.study import (
     Context,
     Contrast,
     Figures,
+    Measured,
     Metric,
     Quick,
     Study,
     per_problem,
     scalar,
 )
-from postrl.study.rewriting import CHUNK, Pretraining, Words, pretrain, settings
+from postrl.study.rewriting import Pretraining, Words, pretrain, settings
+from postrl.study.tiny import CHUNK, course, trained
 from postrl.terms import entropy_bonus
-from postrl.train import train
 from postrl.weights import sequence_mean
 
 QUESTION = (
@@ -55,9 +59,33 @@ RIGHT = 8  # right answers of a problem, among which derivations are counted
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Derivations:
+    """The world of the core: words of the grammar, right where every step is allowed and the root is reached."""
+
     words: Words = field(default_factory=lambda: Words(Pretraining(), lengths=(3, 4, 5)))
     tested: tuple[int, ...] = (4, 5)  # lengths
+
+    def source(self, policy: Decoder, seed: int) -> OnPolicy:
+        """Trained on the audited reward: a right root by invalid steps is none."""
+        return self.words.source(policy, seed, audited=True)
+
+    def answers(self, policy: Decoder, problems: int, samples: int, seed: int) -> list[list[Rollout]]:
+        return self.words.answers(policy, self.tested, problems, samples, seed)
+
+    def ways(self, rollouts: Sequence[Rollout]) -> list[Hashable | None]:
+        """What tells each right answer from another; None for a wrong one."""
+        auditor = Auditor(self.words.pretraining.grammar)
+        traces = [audit(auditor, rollout, self.words.budget) for rollout in rollouts]
+        return [trace.words if trace.valid else None for trace in traces]
+
+
+World = Derivations | Countdown
+
+
+@dataclass(frozen=True)
+class Sizes:
+    derivations: Derivations = field(default_factory=Derivations)
+    countdown: Countdown = field(default_factory=Countdown)
     steps: int = 400
     updates: int = 4
     learning_rate: float = 1e-4
@@ -96,71 +124,78 @@ def with_entropy_bonus() -> Method:
 # ---------------------------------------------------------------- arms
 
 
-def run(context: Context[Sizes], make: Callable[[], Method], updates: int | None = None) -> Figures:
-    """Train on the audited reward (a right root by invalid steps is none), and measure."""
+def derivations(config: Sizes) -> World:
+    return config.derivations
+
+
+def countdown(config: Sizes) -> World:
+    return config.countdown
+
+
+def run(
+    context: Context[Sizes],
+    make: Callable[[], Method],
+    updates: int | None = None,
+    world: Callable[[Sizes], World] = derivations,
+) -> Figures:
+    """Train in a world, and measure there."""
     config = context.config
     policy = Decoder.load(context.base)
-    source = config.words.source(policy, context.seed, audited=True)
     how = settings(config.steps, updates or config.updates, config.learning_rate, context.seed)
-    folder = context.folder / "run"
-    train(make(), policy, source, how, folder)
-    for large in ("rollouts", "checkpoints"):
-        shutil.rmtree(folder / large)
-    return measure(context, policy)
+    lines = trained(make(), policy, world(config).source(policy, context.seed), how, context.folder / "run")
+    curves = tuple(course(lines, name, name) for name in ("reward", "entropy", "groups/constant"))
+    return Figures(measure(context, policy, world(config)), curves)
 
 
-def untrained(context: Context[Sizes]) -> Figures:
-    return measure(context, Decoder.load(context.base))
+def untrained(context: Context[Sizes], world: Callable[[Sizes], World] = derivations) -> Figures:
+    return Figures(measure(context, Decoder.load(context.base), world(context.config)))
 
 
-def measure(context: Context[Sizes], policy: Decoder) -> Figures:
-    """Figures of answers to held-out words, and how likely the base's own right answers still are."""
+def measure(context: Context[Sizes], policy: Decoder, world: World) -> tuple[Measured, ...]:
+    """Figures of answers to held-out problems, and how likely the base's own right answers still are."""
     config = context.config
-    groups = answers(context, policy)
-    traces = audited(config, groups)
+    groups = world.answers(policy, config.problems, config.samples, context.seed)
     items = [group[0].item for group in groups]
-    counts = [list(distinct_traces(found).values()) for found in traces]  # of each right derivation, per problem
+    counts = [right_counts(world.ways(group)) for group in groups]  # of each way, per problem
     n, right = np.full(len(groups), config.samples), np.array([sum(count) for count in counts])
     wrong = [[1] * (config.samples - sum(count)) for count in counts]  # as if each were of a kind of its own
     drawn = [rarefied([*c, *w], 64) - 64 * len(w) / config.samples for c, w in zip(counts, wrong, strict=True)]
     varied = [rarefied(count, RIGHT) for count in counts if sum(count) >= RIGHT]
-    return Figures(
-        (
-            *(per_problem(f"pass@{k}", items, pass_at_k(n, right, k).tolist()) for k in KS),
-            per_problem("distinct@64", items, drawn),
-            scalar("distinct_of_8", float(np.mean(varied)) if varied else np.nan),
-            scalar("kept@1024", kept(context, policy)),
-        )
+    return (
+        *(per_problem(f"pass@{k}", items, pass_at_k(n, right, k).tolist()) for k in KS),
+        per_problem("distinct@64", items, drawn),
+        scalar("distinct_of_8", float(np.mean(varied)) if varied else np.nan),
+        scalar("kept@1024", kept(context, policy, world)),
     )
 
 
-def kept(context: Context[Sizes], policy: Decoder) -> float:
+def right_counts(ways: Sequence[Hashable | None]) -> list[int]:
+    """How often each right way occurs."""
+    return list(Counter(way for way in ways if way is not None).values())
+
+
+def kept(context: Context[Sizes], policy: Decoder, world: World) -> float:
     """Share of the base's distinct right answers that the policy has among 1024 samples, by its probabilities."""
-    groups = answers(context, Decoder.load(context.base))
-    pairs = [pair for group, found in zip(groups, audited(context.config, groups), strict=True)
-             for pair in zip(group, found, strict=True)]  # fmt: skip
-    distinct = list({(r.item, r.completion): r for r, trace in pairs if trace.valid}.values())
+    config = context.config
+    groups = world.answers(Decoder.load(context.base), config.problems, config.samples, context.seed)
+    right = [r for group in groups for r, way in zip(group, world.ways(group), strict=True) if way is not None]
+    distinct = list({(rollout.item, rollout.completion): rollout for rollout in right}.values())
     if not distinct:
         return float("nan")
     batch = collate(distinct)
     return covered(unit_sum(forward_all(policy, batch, CHUNK).logp, batch).double().numpy(), 1024)
 
 
-def answers(context: Context[Sizes], policy: Decoder) -> list[list[Rollout]]:
-    config = context.config
-    return config.words.answers(policy, config.tested, config.problems, config.samples, context.seed)
-
-
-def audited(config: Sizes, groups: Sequence[Sequence[Rollout]]) -> list[list[Trace]]:
-    auditor = Auditor(config.words.pretraining.grammar)
-    return [[audit(auditor, rollout, config.words.budget) for rollout in group] for group in groups]
-
-
-BASE = Base("chained", pretrain, options=lambda sizes: sizes.words.pretraining)
+WORDS = Base("chained", pretrain, options=lambda sizes: sizes.derivations.words.pretraining)
+NUMBERS = Base("countdown", expressions_shown, options=lambda sizes: sizes.countdown)
 
 
 def arm(name: str, make: Callable[[], Method], updates: int | None = None, exploratory: bool = True) -> Arm:
-    return Arm(name, partial(run, make=make, updates=updates), (BASE,), exploratory)
+    return Arm(name, partial(run, make=make, updates=updates), (WORDS,), exploratory)
+
+
+def elsewhere(name: str, make: Callable[[], Method]) -> Arm:
+    return Arm(f"countdown-{name}", partial(run, make=make, world=countdown), (NUMBERS,), exploratory=True)
 
 
 STUDY = Study(
@@ -168,7 +203,7 @@ STUDY = Study(
     hypothesis=HYPOTHESIS,
     config=Sizes(),
     arms=(
-        Arm("base", untrained, (BASE,)),
+        Arm("base", untrained, (WORDS,)),
         arm("grpo", grpo, exploratory=False),
         arm("reco", reco, exploratory=False),
         arm("permuted", permuted, exploratory=False),
@@ -180,6 +215,11 @@ STUDY = Study(
         arm("rft", partial(rft, "valid")),
         arm("grpo-one", grpo, updates=1),
         arm("reco-token-one", partial(reco, response_level=False), updates=1),
+        Arm("countdown-base", partial(untrained, world=countdown), (NUMBERS,), exploratory=True),
+        elsewhere("grpo", grpo),
+        elsewhere("reco", reco),
+        elsewhere("permuted", permuted),
+        elsewhere("rft", partial(rft, "correct")),
     ),
     seeds=(0, 1, 2, 3, 4, 5),
     metrics=(
@@ -197,14 +237,17 @@ STUDY = Study(
     budget=Budget(minutes=200, run_minutes=60),
     quick=Quick(
         Sizes(
-            Words(
-                Pretraining(symbols=8, hidden=64, layers=2, chains=6000, steps=250, batch=32, learning_rate=3e-3),
-                lengths=(3, 4),
-                per_length=200,
-                groups=8,
-                group_size=8,
+            Derivations(
+                Words(
+                    Pretraining(symbols=8, hidden=64, layers=2, chains=6000, steps=250, batch=32, learning_rate=3e-3),
+                    lengths=(3, 4),
+                    per_length=200,
+                    groups=8,
+                    group_size=8,
+                ),
+                tested=(3, 4),
             ),
-            tested=(3, 4),
+            Countdown(problems=200, shown=4000, hidden=64, layers=2, steps=200, batch=32, groups=8, group_size=8),
             steps=30,
             learning_rate=5e-4,
             problems=12,
@@ -219,5 +262,9 @@ STUDY = Study(
         Contrast("grpo-entropy", "grpo", "pass@64", "higher", worth=0.03),
         Contrast("rft", "grpo", "pass@64", "higher", worth=0.03),
         Contrast("reco-token-one", "grpo-one", "pass@64", "higher", worth=0.03),
+        Contrast("countdown-grpo", "countdown-base", "pass@64", "lower", worth=0.03),
+        Contrast("countdown-reco", "countdown-grpo", "pass@64", "higher", worth=0.03),
+        Contrast("countdown-permuted", "countdown-grpo", "pass@64", "higher", worth=0.03),
+        Contrast("countdown-rft", "countdown-grpo", "pass@64", "higher", worth=0.03),
     ),
 )

@@ -1,5 +1,6 @@
 """The controls inside the studies on the rewrite grammar do what their verdicts rest on."""
 
+import sys
 from types import ModuleType
 
 import pytest
@@ -9,6 +10,7 @@ import laws
 from builders import rollout
 from postrl.papers.grpo import grpo
 from postrl.papers.reco import reco
+from postrl.rollout import Rollout, Turn
 from postrl.study import finding
 
 
@@ -51,3 +53,27 @@ def test_positive_only_never_pushes_down():
     case = laws.by_hand([0, 0], [1.0, 0.0], old=[[0.5], [0.5]], new=[[0.5], [0.5]])
     got = code("composition").positive_only().advantage(case.batch)
     assert got[0, 0] == grpo().advantage(case.batch)[0, 0] > 0 and got[1, 0] == 0
+
+
+def test_countdown_knows_every_way_and_the_library_agrees():
+    """The ways that reach the number by our arithmetic are those that reasoning-gym's scorer calls right."""
+    pytest.importorskip("reasoning_gym")
+    finding.load(finding.find("reco"))
+    world = sys.modules["countdown"]
+    options = world.Countdown(problems=12)
+    task, (_, entries) = options.task(), world._entries(12, options.largest, options.target)
+    (reward,) = task.rubric.rewards
+    found = 0
+    for question, entry in list(entries.items())[:4]:
+        for text, value in set(world.expressions(entry["metadata"]["numbers"])):
+            assert len(text) < world.LIMIT and set(text) <= set(world.RENDERER.alphabet)
+            answer = asked(question, text)
+            assert reward.fn(answer) == float(value == entry["metadata"]["target"]), (question, text)
+            found += value == entry["metadata"]["target"]
+    assert found > 4
+    for text in ("", "1", "9**9", f"{question[:2]}+", "().__class__"):
+        assert reward.fn(asked(question, text)) == 0.0
+
+
+def asked(question: str, text: str) -> Rollout:
+    return Rollout("a", 0, 0, [[Turn([1], True, text, [0.0])]], info={"question": question})
