@@ -1,5 +1,6 @@
 """PAPERS.md is what the shelf says."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -35,7 +36,22 @@ def test_evidence_falls_with_what_it_stands_on(tmp_path: Path):
     assert rung("reco") == "E1"
     shutil.copy(ROOT / "tests" / "papers" / "test_reco.py", tmp_path / "tests" / "papers")
     assert rung("reco") == "E2" and rung("grpo") == "E1"
-    (tmp_path / "studies" / "reco" / "results").mkdir(parents=True)
-    assert rung("reco") == "E3"
+    results = tmp_path / "studies" / "concentration" / "results" / "results.json"
+    results.parent.mkdir(parents=True)
+    for variant, verdict, reached in (
+        ("quick", "supported", "E2"),
+        ("full", "unfinished", "E2"),
+        ("full", "not supported", "E2 E3"),
+    ):
+        results.write_text(json.dumps({"variant": variant, "verdict": verdict, "papers": ["reco"]}), encoding="utf-8")
+        assert rung("reco") == reached and rung("grpo") == "E1"
+    curves = tmp_path / "recipes" / "curves" / "shelf"
+    curves.mkdir(parents=True)
+    (curves / "reco.jsonl").touch()
+    assert rung("reco") == "E2 E3 E4"
+    (tmp_path / "docs").mkdir()
+    page = tmp_path / "docs" / "conformance.md"
+    page.write_text("| `reco` | full | variant: a | full |\n| `grpo` | full | full | full |\n", encoding="utf-8")
+    assert rung("reco") == "E2 E3 E4" and rung("grpo") == "E1 E5"
     (tmp_path / "tests" / "reference.py").write_text("", encoding="utf-8")
-    assert rung("reco") == "E1", "a study does not replace the exact reference"
+    assert rung("reco") == "E1 E3 E4", "a study does not replace the exact reference"

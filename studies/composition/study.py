@@ -241,6 +241,7 @@ STUDY = Study(
         Contrast("grpo", "rft", "valid@1", "higher", worth=0.02),
     ),
     must_fail=(Contrast("dealt", "base", "valid@1", "higher", worth=0.02),),
+    papers=("rft",),
     budget=Budget(minutes=240, run_minutes=90),
     quick=Quick(
         Sizes(

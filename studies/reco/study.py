@@ -234,6 +234,7 @@ STUDY = Study(
         Contrast("grpo", "base", "pass@64", "lower", worth=0.03),
     ),
     must_fail=(Contrast("permuted", "grpo", "pass@64", "higher", worth=0.03),),
+    papers=("reco",),
     budget=Budget(minutes=200, run_minutes=60),
     quick=Quick(
         Sizes(

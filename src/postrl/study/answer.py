@@ -53,6 +53,7 @@ class Answer:
     registrations: tuple[Registration, ...]
     runs: tuple[Done, ...]
     cpu_minutes: float
+    papers: tuple[str, ...] = ()
 
 
 def answer(state: State, registrations: Sequence[Registration]) -> Answer:
@@ -90,6 +91,7 @@ def answer(state: State, registrations: Sequence[Registration]) -> Answer:
         registrations=tuple(registrations),
         runs=tuple(sorted(state.done, key=lambda done: (done.arm, done.seed))),
         cpu_minutes=cpu,
+        papers=study.papers,
     )
 
 

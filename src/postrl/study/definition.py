@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 import numpy as np
 
 from postrl.errors import UserError
+from postrl.papers import shelf
 from postrl.probes.passk import pass_at_k
 
 if TYPE_CHECKING:
@@ -197,6 +198,7 @@ class Study(Generic[C]):
     quick: Quick[C]
     exploratory: tuple[Contrast, ...] = ()
     exploratory_seeds: tuple[int, ...] = (0, 1, 2)
+    papers: tuple[str, ...] = ()  # of the shelf, by stem: those whose control experiment this is
 
     def arm(self, name: str) -> Arm:
         """Raises UserError listing the arms if there is none of that name."""
@@ -232,6 +234,9 @@ class Study(Generic[C]):
             self._check_contrast(contrast, core, metrics, contrast in self.exploratory)
         for name in self.quick.arms:
             self.arm(name)
+        for name in self.papers:
+            if name not in shelf():
+                raise UserError(f"the study is said to be of paper {name!r}; the shelf has: {', '.join(shelf())}")
         for label, text in (("question", self.question), ("hypothesis", self.hypothesis)):
             if not text.strip():
                 raise UserError(f"the study's {label} is empty: write it down before the first run")
