@@ -7,7 +7,7 @@ sampled token meet the head.
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -27,6 +27,7 @@ from postrl.policies.decoder_config import DecoderConfig, inverse_frequencies
 from postrl.policies.head import head, logits
 from postrl.policies.interventions import NONE, Changes, Intervention, Reader, changed, scope
 from postrl.policies.packing import Packed, pack
+from postrl.policies.remade import remade
 
 if TYPE_CHECKING:
     from postrl.policies.sampler import DecoderSampler
@@ -42,18 +43,29 @@ class Norm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Normalise.apply(x, self.weight, self.eps)
+        return _Normalise.apply(x, self.weight, self.eps)[0]
+
+    def again(self, x: Tensor, product: torch.dtype) -> tuple[Tensor, AbstractContextManager[object]]:
+        """`self(x)` in the type of the products that read it, and a context in which they need not keep it."""
+        y, scale = _Normalise.apply(x, self.weight, self.eps)
+        y, x, weight = y.to(product), x.detach(), self.weight.detach()
+        return y, remade(y, lambda: _normalised(x, scale, weight).to(product))
+
+
+def _normalised(x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+    return (x * scale).to(x.dtype).mul_(weight)
 
 
 class _Normalise(torch.autograd.Function):
-    """y = w·x·r with r = 1/√(mean x² + ε); by hand, because autograd would keep three more copies of x."""
+    """y = w·x·r with r = 1/√(mean x² + ε), and r; by hand, because autograd would keep three more copies of x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
         scale = wide.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).to(x.dtype).mul_(weight)
+        ctx.mark_non_differentiable(scale)
+        return _normalised(x, scale, weight), scale
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -71,13 +83,17 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+        return _gated(gate, up)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (gate, up), grad = ctx.saved_tensors, grads[0]
         grad_up = F.silu(gate).mul_(grad)
         return torch.ops.aten.silu_backward(grad * up, gate), grad_up
+
+
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate).mul_(up)
 
 
 class Attention(nn.Module):
@@ -92,8 +108,11 @@ class Attention(nn.Module):
         self.q_norm = Norm(size, config.norm_eps) if config.qk_norm else None
         self.k_norm = Norm(size, config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed) -> Tensor:
-        q, k, v = (project(x).unflatten(-1, (-1, self.size)) for project in (self.q_proj, self.k_proj, self.v_proj))
+    def forward(
+        self, x: Tensor, again: AbstractContextManager[object], cos: Tensor, sin: Tensor, packed: Packed
+    ) -> Tensor:
+        with again:
+            q, k, v = (project(x).unflatten(-1, (-1, self.size)) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return self.o_proj(PackedAttention.apply(q, k, v, cos, sin, packed).flatten(1))
@@ -106,8 +125,13 @@ class Mlp(nn.Module):
         self.up_proj = nn.Linear(config.hidden, config.intermediate, bias=config.mlp_bias)
         self.down_proj = nn.Linear(config.intermediate, config.hidden, bias=config.mlp_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(_Gate.apply(self.gate_proj(x), self.up_proj(x)))
+    def forward(self, x: Tensor, again: AbstractContextManager[object], lean: bool) -> Tensor:
+        with again:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        y = _Gate.apply(gate, up)
+        gate, up = gate.detach(), up.detach()
+        with remade(y, lambda: _gated(gate, up)) if lean else nullcontext():
+            return self.down_proj(y)
 
 
 class Layer(nn.Module):
@@ -118,9 +142,12 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(config.hidden, config.norm_eps)
         self.mlp = Mlp(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, packed)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed, product: torch.dtype, lean: bool) -> Tensor:
+        """lean: keep less for the backward pass and make it again there, for about 1 % of a pass."""
+        y, again = self.input_layernorm.again(x, product)
+        x = x + self.self_attn(y, again if lean else nullcontext(), cos, sin, packed)
+        y, again = self.post_attention_layernorm.again(x, product)
+        return x + self.mlp(y, again if lean else nullcontext(), lean)
 
 
 class Trunk(nn.Module):
@@ -256,14 +283,14 @@ class Decoder(nn.Module):
         cos, sin = angles(packed.positions, self.frequencies, self.model.norm.weight.dtype)
         x, changes = self.model.embed_tokens(packed.tokens), self.interventions
         product = self.compute_dtype or x.dtype
+        recompute = self.recompute and torch.is_grad_enabled()
+        lean = torch.is_grad_enabled() and not recompute
         with torch.autocast(x.device.type, dtype=product, enabled=product != x.dtype):
             if 0 in changes:
                 x = changed(x, changes[0], packed.places)
             for number, layer in enumerate(self.model.layers[:layers] if len(x) else (), 1):
-                if self.recompute and torch.is_grad_enabled():
-                    x = checkpoint(layer, x, cos, sin, packed, use_reentrant=False)
-                else:
-                    x = layer(x, cos, sin, packed)
+                given = x, cos, sin, packed, product, lean
+                x = checkpoint(layer, *given, use_reentrant=False) if recompute else layer(*given)
                 if number in changes:
                     x = changed(x, changes[number], packed.places)
         return x
