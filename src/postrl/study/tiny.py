@@ -1,20 +1,25 @@
 """What studies on tiny decoders share: a base that imitates demonstrations, and answers to held-out problems."""
 
+import math
+import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from postrl.collect import collect
 from postrl.envs.single_turn import Problems
 from postrl.evaluate import EVALUATION
+from postrl.method import Method
 from postrl.papers.rft import rft
 from postrl.policies.base import Renderer, Sampling
 from postrl.policies.chat import Characters
 from postrl.policies.decoder import Decoder
 from postrl.policies.decoder_config import DecoderConfig
-from postrl.rollout import Rollout
+from postrl.record import read_metrics
+from postrl.rollout import Rollout, Source
 from postrl.settings import Settings
 from postrl.source import Dataset
+from postrl.study.definition import Curve
 from postrl.train import train
 
 SLOTS = 512  # of the sampler: a decoder this small is fastest when many completions run together
@@ -87,3 +92,23 @@ def held_out(
         tasks[0].rubric,
     )
     return [rollouts[start : start + samples] for start in range(0, len(rollouts), samples)]
+
+
+def trained(method: Method, policy: Decoder, source: Source, settings: Settings, folder: Path) -> list[dict]:
+    """Train the policy in place; gives the metrics of each step. Rollouts and checkpoints are deleted."""
+    train(method, policy, source, settings, folder)
+    for large in ("rollouts", "checkpoints"):  # tens of megabytes a run; the metrics stay
+        shutil.rmtree(folder / large)
+    return read_metrics(folder / "metrics.jsonl")
+
+
+def mean_of(lines: Sequence[Mapping[str, float]], name: str) -> float:
+    """Of a figure over the steps that have it; NaN if none has."""
+    values = [line[name] for line in lines if name in line]
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def course(lines: Sequence[Mapping[str, float]], name: str, label: str) -> Curve:
+    """A figure over training."""
+    points = [(float(line["step"]), float(line[name])) for line in lines if name in line]
+    return Curve(label, tuple(x for x, _ in points), tuple(y for _, y in points))
