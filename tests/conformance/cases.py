@@ -91,6 +91,13 @@ def make_case(seed: int, missing: float = 0.2, gaps: bool = True) -> Case:
     return Case(prompts, answers)
 
 
+def stopping(case: Case, longest: int) -> Case:
+    """The same, but answers end with the end token unless they are as long as allowed."""
+    last = [EOS if len(a.tokens) < longest else 1 for a in case.answers]
+    ended = [replace(a, tokens=[*a.tokens[:-1], end]) for a, end in zip(case.answers, last, strict=True)]
+    return Case(case.prompts, ended)
+
+
 @dataclass(frozen=True)
 class Done:
     """One update: its loss and the gradient of every parameter, by name."""

@@ -1,12 +1,13 @@
-"""verl's own code over the answers of a case: its trainer's advantage step, its dispatcher, its registry, its `ppo_loss`
-and `agg_loss`, per rank and micro-batch, on log-probabilities of a tiny model. What is replaced: the queue that holds the
-rows between its processes is a dictionary here, and ranks take turns.
+"""verl's own code over the answers of a case: its trainer's advantage step, dispatcher and registry, its `ppo_loss` and
+`agg_loss`, per rank and micro-batch, on log-probabilities of a tiny model.
+
+What is replaced: the queue that holds the rows between its processes is a dictionary here, and ranks take turns.
 
 verl is imported when a test asks for it: the import takes half a minute.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ import torch
 from torch import Tensor
 
 from conformance.cases import SIZE, Case, Done
-from postrl.adapters import verl_plugin, verl_settings
+from postrl.adapters import verl_settings, verl_trainer
 from postrl.adapters.verl_settings import Data, Settings
-from postrl.adapters.verl_trainer import MethodCredit
 
+PADDING = "pad" + 32 * "0"
 LONGEST = 10  # rollout.response_length: an answer of as many tokens counts as cut
 DATA = Data(rewards={"correct": 1.0, "form": 0.5}, groupings={"answer": "answer"}, step_rewards="steps")
 
@@ -40,7 +41,7 @@ class Queue:
         self.rows = rows
 
     def kv_batch_get(self, keys: Sequence[str], partition_id: str, select_fields: Sequence[str]) -> Any:
-        return self.rows.select(*[name for name in select_fields if name in self.rows.keys()])
+        return self.rows.select(*[name for name in select_fields if name in self.rows])
 
     def kv_batch_put(self, keys: Sequence[str], partition_id: str, fields: Any) -> Any:
         self.rows.update(fields)
@@ -54,7 +55,7 @@ def model(folder: Path) -> Any:
 
 
 def predicted(policy: Any, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Tensor:
-    """log π of the next token at every position of [prompt, answer], as a ragged tensor, the way verl's engines give it."""
+    """log π of the next token at every position of [prompt, answer], ragged, the way verl's engines give it."""
     found = []
     for prompt, response in zip(prompts, responses, strict=True):
         ids = torch.cat([prompt, response])
@@ -63,22 +64,24 @@ def predicted(policy: Any, prompts: Sequence[Tensor], responses: Sequence[Tensor
     return torch.nested.as_nested_tensor(found, layout=torch.jagged)
 
 
-def stored(case: Case, policy: Any, order: Sequence[int], score: bool = True) -> Any:
-    """The rows as verl's agent loop and its old_log_prob step leave them. score: the weighted sum, a missing one as 0."""
+def stored(case: Case, policy: Any, order: Sequence[int]) -> Any:
+    """The rows as verl's agent loop and its old_log_prob step leave them; the score counts a missing reward as 0."""
     from verl.utils.tensordict_utils import list_of_dict_to_tensordict
     from verl.workers.utils.padding import response_from_nested
 
     rows = []
     for unit in order:
-        answer = case.answers[unit]
+        answer = case.answers[unit % len(case.answers)]  # beyond them: a row that verl adds to fill a batch
+        if unit >= len(case.answers):
+            answer = replace(answer, sampled=[0] * len(answer.tokens), rewards=dict.fromkeys(answer.rewards, 0.0))
         mask = torch.tensor(answer.sampled, dtype=torch.int64)
         scores = torch.zeros(len(mask))
         scores[-1] = sum(w * (answer.rewards[name] or 0.0) for name, w in (("correct", 1.0), ("form", 0.5)))
         info = {**answer.rewards, "answer": answer.tokens[0] % 3, "steps": answer.steps}
         rows.append(
             {
-                "uid": f"prompt{unit // SIZE}",
-                "prompts": torch.tensor(case.prompts[unit // SIZE]),
+                "uid": f"prompt{unit // SIZE}" if unit < len(case.answers) else PADDING,
+                "prompts": torch.tensor(case.prompts[unit // SIZE % len(case.prompts)]),
                 "responses": torch.tensor(answer.tokens),
                 "response_mask": mask,
                 "loss_mask": mask,
@@ -103,9 +106,9 @@ def configuration(name: str, mini: int, loss: str | None = None, **changes: obje
     settings = {
         "algorithm.adv_estimator": name,
         "actor_rollout_ref.actor.policy_loss.loss_mode": loss or name,
-        "actor_rollout_ref.actor.ppo_mini_batch_size": mini // SIZE,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": mini,
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 1,
-        "actor_rollout_ref.rollout.n": SIZE,
+        "actor_rollout_ref.rollout.n": 1,  # verl's size of an update in rows is the product of both
         "actor_rollout_ref.rollout.response_length": LONGEST,
         **{key.replace("__", "."): value for key, value in changes.items()},
     }
@@ -121,10 +124,8 @@ def trainer(config: Any, ranks: int) -> Any:
     made = object.__new__(get_trainer_cls(config.trainer.v1.trainer_mode))
     made.config = config
     made.actor_rollout_wg = type("Workers", (), {"_dispatch_info": {"actor": list(range(ranks))}})()
-    if isinstance(made, MethodCredit):
-        from postrl.adapters.verl_trainer import check_config
-
-        made.method, made.traits = check_config(config)
+    if isinstance(made, verl_trainer.MethodCredit):
+        made.method, made.traits = verl_trainer.check_config(config)
     return made
 
 
@@ -144,6 +145,32 @@ def credited(config: Any, rows: Any, ranks: int, monkeypatch: Any) -> dict[str, 
     return metrics
 
 
+def dispatched(config: Any, rows: Any) -> dict[str, object]:
+    """verl's dispatcher with all that its old trainer keeps beside the rows."""
+    import numpy as np
+    from tensordict import TensorDict
+    from verl.protocol import DataProto
+    from verl.trainer.ppo.ray_trainer import compute_advantage
+    from verl.workers.utils.padding import response_to_nested
+
+    names = ("prompts", "responses", "response_mask", "rm_scores", "old_log_probs")
+    batch = {name: rows[name].to_padded_tensor(0) for name in names}
+    real = [rows[name].offsets().diff()[:, None] > torch.arange(batch[name].shape[1]) for name in names[:2]]
+    batch |= {"attention_mask": torch.cat(real, 1), "token_level_rewards": batch["rm_scores"]}
+    infos = [found["reward_extra_info"] for found in rows.get("extra_fields").tolist()]
+    columns = {"uid": np.array(rows.get("uid").tolist(), dtype=object)}
+    columns |= {name: np.array([info[name] for info in infos]) for name in ("correct", "form")}
+    data = DataProto(TensorDict(batch, batch_size=len(rows)), columns)
+    data = compute_advantage(
+        data,
+        config.algorithm.adv_estimator,
+        norm_adv_by_std_in_grpo=config.algorithm.get("norm_adv_by_std_in_grpo", True),
+        config=config.algorithm,
+    )
+    rows["advantages"] = response_to_nested(data.batch["advantages"], rows["response_mask"])
+    return {}
+
+
 def minis(rows: int, ranks: int, mini: int, micro: int) -> Iterator[list[list[Tensor]]]:
     """For each update, for each rank, its micro-batches, dealt by verl's own iterator."""
     from verl.utils import tensordict_utils as tu
@@ -159,6 +186,32 @@ def minis(rows: int, ranks: int, mini: int, micro: int) -> Iterator[list[list[Te
         yield [list(part["row"].split(micro)) for part in parts]
 
 
+def prepared(
+    case: Case,
+    folder: Path,
+    name: str,
+    monkeypatch: Any,
+    settings: Settings | None = None,
+    mini: int = 8,
+    ranks: int = 1,
+    order: Sequence[int] | None = None,
+    loss: str | None = None,
+    legacy: bool = False,
+    metrics: dict[str, object] | None = None,
+    **changes: object,
+) -> tuple[Any, Any]:
+    """Rows with advantages, and verl's configuration. order: units of the rows. legacy: advantages by the dispatcher
+    alone, as in verl's old trainer. metrics: what the step would log is added to it."""
+    monkeypatch.setattr(verl_settings, "settings", lambda: settings or Settings(data=DATA))
+    monkeypatch.setattr(verl_trainer, "settings", verl_settings.settings)
+    rows = stored(case, model(folder), range(len(case.answers)) if order is None else order)
+    config = configuration(name, mini, loss, **{"trainer__v1__trainer_mode": "postrl_sync", **changes})
+    found = dispatched(config, rows) if legacy else credited(config, rows, ranks, monkeypatch)
+    if metrics is not None:
+        metrics.update(found)
+    return rows, config
+
+
 def train(
     case: Case,
     folder: Path,
@@ -171,25 +224,25 @@ def train(
     rate: float = 1.0,
     order: Sequence[int] | None = None,
     loss: str | None = None,
+    legacy: bool = False,
     **changes: object,
 ) -> Run:
-    """One rollout batch, trained on once, by plain gradient descent. name, loss: registered in verl."""
+    """One rollout batch, trained on once, by plain gradient descent. name, loss: registered in verl; the rest as in
+    `prepared`."""
     from verl.utils import tensordict_utils as tu
     from verl.utils.config import omega_conf_to_dataclass
     from verl.workers.utils.losses import ppo_loss
 
-    monkeypatch.setattr(verl_plugin.verl_settings, "settings", lambda: settings or Settings(data=DATA))
-    monkeypatch.setattr("postrl.adapters.verl_trainer.settings", verl_plugin.verl_settings.settings)
     order = range(len(case.answers)) if order is None else order
+    where = {"order": order, "mini": mini, "ranks": ranks, "loss": loss, "legacy": legacy}
+    metrics: dict[str, object] = {}
+    rows, config = prepared(case, folder, name, monkeypatch, settings, metrics=metrics, **where, **changes)
     policy = model(folder)
-    rows = stored(case, policy, order)
-    config = configuration(name, mini, loss, **{"trainer__v1__trainer_mode": "postrl_sync", **changes})
-    metrics = credited(config, rows, ranks, monkeypatch)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     run = Run([], [], [], rows, metrics)
     for shares in minis(len(rows), ranks, mini, micro):
         everything = torch.cat([part for share in shares for part in share])
-        run.minis.append(sorted(order[i] for i in everything.tolist()))
+        run.minis.append(sorted(order[i] for i in everything.tolist() if order[i] < len(case.answers)))
         run.weights.append({n: p.detach().clone() for n, p in policy.named_parameters()})
         tokens = sum(int(rows["loss_mask"][i].sum()) for i in everything.tolist())
         policy.zero_grad(set_to_none=False)
@@ -208,11 +261,3 @@ def train(
                 if parameter.grad is not None:
                     parameter -= rate * parameter.grad
     return run
-
-
-def options(name: str, data: Data = DATA, **values: object) -> Settings:
-    return Settings({name: values}, data)
-
-
-def read(text: str) -> Mapping[str, object]:
-    return verl_settings.parse(text).options

@@ -129,7 +129,7 @@ def _weights(
     if traits.base is None:
         raise UserError(
             f"the weights of method {method.name} depend on all that an update holds, and this one holds parts of "
-            "groups: set actor.ppo_mini_batch_size to data.train_batch_size"
+            "answers or groups: set actor.ppo_mini_batch_size to data.train_batch_size"
         )
     whole = BASES[traits.base](some).max()
     here = replace(batch.rows(part.nonzero().squeeze(1)))

@@ -24,8 +24,8 @@ SIZES, LENGTH = (4, 3, 5), 6
 @dataclass(frozen=True)
 class Traits:
     """proportional: l(c·A) = c·l(A) for c > 0. base: the count of an update that is all a weight depends on besides its
-    rollout batch; None if it depends on more. alone: so even if the update cuts groups. plain: A, W and `keep` read
-    nothing of an answer but its total reward and the number of its tokens.
+    rollout batch; None if it depends on more. alone: which siblings an update holds changes no weight but for a factor
+    common to all. plain: A, W and `keep` read nothing of an answer but its total reward and the number of its tokens.
     """
 
     proportional: bool
@@ -41,8 +41,7 @@ def traits(method: Method) -> Traits:
     cut = torch.arange(batch.size) % 3 > 0
     bases: list[Base] = ["tokens", "answers"]
     found: Base | None = next((base for base in bases if _scales(method, batch, whole, base)), None)
-    alone = found is not None and _scales(method, batch, cut, found)
-    return Traits(_proportional(method, batch), found, alone, _plain(method, batch))
+    return Traits(_proportional(method, batch), found, _keeps_its_shape(method, batch, cut), _plain(method, batch))
 
 
 def probe() -> Batch:
@@ -95,6 +94,13 @@ def _scales(method: Method, batch: Batch, part: Bool[Tensor, "N"], base: Base) -
     some = batch.select(part)
     whole = term.weight(batch)[part] / _count(batch, base)
     return torch.allclose(whole * _count(some, base), term.weight(some), rtol=1e-9, atol=0)
+
+
+def _keeps_its_shape(method: Method, batch: Batch, part: Bool[Tensor, "N"]) -> bool:
+    """Whether the weights of a part are those of the whole, but for a factor."""
+    [term] = method.terms
+    some, whole = term.weight(batch.select(part)), term.weight(batch)[part]
+    return torch.allclose(some * whole.sum(), whole * some.sum(), rtol=1e-9, atol=0)
 
 
 def _count(batch: Batch, base: Base) -> float:
