@@ -35,8 +35,8 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         forward = module.Layer.forward
 
         def unchanged(self: module.Layer, *given: Any) -> Tensor:
-            *rest, _ = given
-            return forward(self, *rest, False)
+            x, cos, sin, packed, product, _ = given
+            return forward(self, x, cos, sin, packed, product, False)
 
         monkeypatch.setattr(module.Layer, "forward", unchanged)
 
