@@ -55,8 +55,9 @@ format: $(STAMP)  ## let ruff fix what it can
 types: $(STAMP)  ## pyright
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
-papers: $(STAMP)  ## write PAPERS.md from the shelf
+papers: $(STAMP)  ## write PAPERS.md and docs/conformance.md from the shelf
 	$(BIN)/postrl papers --write PAPERS.md
+	$(BIN)/postrl conformance --write docs/conformance.md
 
 bench: $(STAMP)  ## speed and memory beside TRL, transformers and vLLM (40 minutes; goes on where it stopped)
 	$(BIN)/python -m benchmarks $(ARGS)

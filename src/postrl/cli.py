@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 import tyro
 
 from postrl import __version__, recipes_folder
+from postrl.conformance.command import conformance
 from postrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ Option = bool | int | float | str
 DESCRIPTION = """Reinforcement-learning post-training of language models.
 
 $ postrl papers: the methods there are
+$ postrl conformance: what TRL and verl can do with each of them, and whether the numbers agree
 $ postrl train reasoning --method reco: train a small model (put --help after the name for all options)
 $ postrl study: the questions there are, and `postrl study NAME` to answer one
 $ postrl report runs/reasoning: one HTML file on what happened
@@ -105,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             run_named(arguments[1], arguments[2:])
         else:
             tyro.extras.subcommand_cli_from_dict(
-                {"train": train, "study": study, "eval": measure, "papers": papers, "report": report, "export": export},
+                COMMANDS,
                 prog="postrl",
                 description=DESCRIPTION,
                 args=arguments,
@@ -320,44 +322,17 @@ def papers(name: Name = None, write: Path | None = None) -> None:
         name: Print what this paper says: its claim, its equation, its arguments.
         write: Write the generated page to this file.
     """
-    import inspect
-
-    from postrl import papers as room
+    from postrl import papers_page
     from postrl.files import whole_file
 
-    shelf = room.shelf()
     if name is not None:
-        if name not in shelf:
-            raise UserError(f"no paper {name!r} on the shelf; there are: {', '.join(shelf)}")
-        print(inspect.getdoc(shelf[name]))
-        if name in room.methods():
-            constructor = room.methods()[name]
-            arguments = "".join(f"    {each},\n" for each in inspect.signature(constructor).parameters.values())
-            print(f"\n{name}(\n{arguments})\n\n{inspect.getdoc(constructor)}")
+        print(papers_page.describe(name))
     elif write is not None:
-        from postrl import papers_page
-
         with whole_file(write) as beside:
             beside.write_text(papers_page.render(), encoding="utf-8")
         print(f"wrote {write}")
     else:
-        _show_shelf()
-
-
-def _show_shelf() -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    from postrl import papers as room
-
-    table = Table(box=box.SIMPLE_HEAD, caption="postrl papers NAME prints a paper's equation and arguments")
-    for column in ("name", "title", "arXiv"):
-        table.add_column(column, no_wrap=column != "title")
-    for name, module in room.shelf().items():
-        paper = vars(module)["PAPER"]
-        table.add_row(name, paper.title, paper.arxiv)
-    Console().print(table)
+        papers_page.print_shelf()
 
 
 def report(
@@ -395,6 +370,16 @@ def export(
 
     print(f"wrote {folder} from {write(run, folder, checkpoint)}")
 
+
+COMMANDS = {
+    "train": train,
+    "study": study,
+    "eval": measure,
+    "papers": papers,
+    "conformance": conformance,
+    "report": report,
+    "export": export,
+}
 
 if __name__ == "__main__":
     main()

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conformance.cases import EOS, SIZE, Case, make_case
 from postrl.adapters import arrays
 from postrl.adapters.arrays import Answers, Scores
 from postrl.batch import Batch
+from postrl.conformance.cases import EOS, SIZE, Case, make_case
 from postrl.errors import UserError
 from postrl.rollout import collate
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conformance import trl_side
-from conformance.cases import make_case
 from postrl.adapters import trl as adapter
 from postrl.adapters import trl_checks
 from postrl.adapters.support import Full, Refused, Variant
 from postrl.adapters.trl_rows import Extras
 from postrl.batch import Batch
+from postrl.conformance import trl_side
+from postrl.conformance.cases import make_case
 from postrl.errors import UserError
 from postrl.method import Method
 from postrl.papers import method

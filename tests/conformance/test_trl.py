@@ -17,21 +17,21 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from conformance import trl_side
-from conformance.cases import SIZE, Case, make_case, near, our_updates
 from postrl.adapters.support import Refused, Variant
 from postrl.adapters.trl_checks import matrix
+from postrl.conformance import trl_side
+from postrl.conformance.cases import SIZE, Case, agree, make_case, near, our_updates
+from postrl.conformance.run import SUMS
+from postrl.conformance.tiny import save_model
 from postrl.method import Method
 from postrl.papers import method, methods
 from postrl.papers.grpo import grpo
 from postrl.terms import entropy_bonus, reference_kl
 from postrl.weights import sequence_mean
-from tiny_models import save_model
 
 pytest.importorskip("trl", reason="pip install 'postrl[trl]'")
 
 CARRIED = [name for name, found in matrix().items() if not isinstance(found, Refused)]
-SUMS = {"reinforce", "rft", "rloo"}  # their loss is a sum over tokens: the same step would go much further
 
 
 def later(*values: object) -> list:
@@ -66,10 +66,8 @@ def check(subject: Method, model: Path, case: Case, tmp_path: Path, wanted: Meth
     for mini in run.minis:
         assert mini == [group * SIZE + place for group in sorted({u // SIZE for u in mini}) for place in range(SIZE)]
     assert sorted(run.minis[0] + run.minis[1]) == list(range(len(case.answers))), "an iteration takes each answer once"
-    assert len(ours) == 4 and sum(any(g.any() for g in done.gradient.values()) for done in ours) >= 2
-    for got, right in zip(run.updates, ours, strict=True):
-        near(got.gradient, right.gradient)
-        assert got.loss == pytest.approx(right.loss, rel=1e-5, abs=2e-6)
+    assert len(ours) == 4
+    agree(run.updates, ours)
 
 
 @pytest.mark.parametrize("name", CARRIED)

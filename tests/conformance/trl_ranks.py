@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from conformance import trl_side
-from conformance.cases import make_case
+from postrl.conformance import trl_side
+from postrl.conformance.cases import make_case
 from postrl.papers import method
 from postrl.parallel import leave
 

@@ -12,11 +12,11 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from conformance.cases import GROUPS, SIZE, Case, Done
 from postrl.adapters.trl import trainer_class
 from postrl.adapters.trl_rows import Extras
+from postrl.conformance.cases import GROUPS, SIZE, Case, Done
+from postrl.conformance.tiny import tokenizer
 from postrl.method import Method
-from tiny_models import tiny_tokenizer
 
 EXTRAS = Extras(
     groupings={"answer": lambda completion_ids, **columns: [ids[0] % 3 for ids in completion_ids]},
@@ -100,7 +100,7 @@ def rollouts(case: Case) -> Callable:
     return rollout
 
 
-def rewards(case: Case) -> list[Callable]:
+def rewards(case: Case) -> Any:
     """Two reward functions that look the case's rewards up."""
 
     def correct(number, **columns) -> list[float | None]:
@@ -133,7 +133,7 @@ def train(
         reward_funcs=rewards(case),
         args=args,
         train_dataset=Dataset.from_dict({"prompt": [str(group) for group in range(GROUPS)]}),
-        processing_class=tiny_tokenizer(),
+        processing_class=tokenizer(),
         rollout_func=rollouts(case),
         callbacks=[watch],
         optimizers=(optimizer, scheduler),
