@@ -29,8 +29,11 @@ def test_the_matrix_is_what_the_adapters_say_of_every_method():
     for trainer, side in (("trl", trl_checks), ("verl", verl)):
         assert {name: found[name, trainer] for name in methods()} == side.matrix()
     assert [cell.method for cell in cells(("reco", "grpo"), ("verl",))] == ["reco", "grpo"]
-    rows = [line for line in render().splitlines() if line.startswith("| `")]
-    assert len(rows) == len(methods()) and all(row.count("**") == 4 for row in rows)
+    table, notes = render().split("## What to know")
+    rows = [line for line in table.splitlines() if line.startswith("| `")]
+    assert len(rows) == len(methods()) and all(row.count("|") == 5 for row in rows)
+    assert "| `grpo` | full | full | full |" in rows and "| `ppo` | full | refused | refused |" in rows
+    assert notes.count("| refused |") == table.count("refused |"), "every refusal has its reason"
 
 
 @pytest.fixture(scope="module")

@@ -53,11 +53,14 @@ def cells(names: tuple[str, ...] = (), trainers: tuple[str, ...] = tuple(TRAINER
 
 def render() -> str:
     """docs/conformance.md."""
-    titles = list(TRAINERS.values())
-    lines = [f"| method | {' | '.join(titles)} |", "|---|" + "---|" * len(titles)]
+    titles = ["postrl", *TRAINERS.values()]
+    table = [f"| method | {' | '.join(titles)} |", "|---|" + "---|" * len(titles)]
+    notes = ["| method | trainer | runs as | what to know |", "|---|---|---|---|"]
     everything = cells()
     for name in sorted(methods()):
         row = [cell for cell in everything if cell.method == name]
-        parts = [f"**{cell.word}**" + (f" {cell.details}" if cell.details else "") for cell in row]
-        lines.append(f"| `{name}` | " + " | ".join(part.replace("|", "\\|") for part in parts) + " |")
-    return HEAD + "\n".join(lines) + "\n"
+        table.append(f"| `{name}` | full | " + " | ".join(cell.word for cell in row) + " |")
+        for cell in (cell for cell in row if cell.details):
+            details = cell.details.replace("|", "\\|")
+            notes.append(f"| `{name}` | {TRAINERS[cell.trainer]} | {cell.word} | {details} |")
+    return HEAD + "\n".join([*table, "", "## What to know", "", *notes]) + "\n"
