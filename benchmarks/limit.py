@@ -40,14 +40,15 @@ class Cost:
 
 
 def cost(work: Work, shape: DecoderConfig, parameters: int, size: int) -> Cost:
-    """Of a row of kind "sample" or "train"; size: bytes of one number in the products' type."""
-    return {"sample": sampling, "train": training}[work.kind](work, shape, parameters, size)
+    """Of a row of kind "sample", "train" or "step"; size: bytes of one number in the products' type."""
+    return {"sample": sampling, "train": training, "step": step}[work.kind](work, shape, parameters, size)
 
 
 def sampling(work: Work, shape: DecoderConfig, parameters: int, size: int) -> Cost:
     """Prompts once, in passes of at most TOKEN_BUDGET tokens; then one step per token after the first.
 
-    Bytes: keys and values are read at each step (and written once); logits are written and read once per token.
+    Bytes: keys and values are read at each step (and written once), a prompt's once for all its completions; logits are
+    written and read once per token.
     """
     n, prompt, new = work.rows, work.prompt_tokens, work.new_tokens
     products: dict[Product, int] = {}
@@ -57,7 +58,7 @@ def sampling(work: Work, shape: DecoderConfig, parameters: int, size: int) -> Co
     _add(products, [_head(shape, work.prompts)], 1)
     _add(products, [_head(shape, n)], new - 1)
     token = 2 * shape.layers * shape.kv_heads * shape.head_size * size  # bytes of one token's keys and values
-    read = n * sum(prompt + step for step in range(1, new)) * token
+    read = sum(work.prompts * prompt + n * step for step in range(1, new)) * token
     written = (work.prompts * prompt + n * (new - 1)) * token
     return Cost(
         products, work.prompts * _causal(shape, prompt), read + written + 2 * n * new * shape.vocabulary * FLOAT
@@ -65,19 +66,38 @@ def sampling(work: Work, shape: DecoderConfig, parameters: int, size: int) -> Co
 
 
 def training(work: Work, shape: DecoderConfig, parameters: int, size: int) -> Cost:
-    """Forward once, backward twice that. The last token of a row predicts nothing and need not run.
+    """Every token of the rows but the first is predicted; the last one of a row predicts nothing and need not run."""
+    tokens = work.prompts * (work.prompt_tokens - 1)
+    return _trained(tokens, tokens, work.prompts * _causal(shape, work.prompt_tokens - 1), shape, parameters)
+
+
+def step(work: Work, shape: DecoderConfig, parameters: int, size: int) -> Cost:
+    """Sampling and one update on what was sampled, in which a prompt runs once for all its completions."""
+    own = work.new_tokens - 1
+    across = 4 * shape.layers * shape.heads * shape.head_size * own * work.prompt_tokens
+    attention = work.prompts * _causal(shape, work.prompt_tokens) + work.rows * (_causal(shape, own) + across)
+    tokens = work.prompts * work.prompt_tokens + work.rows * own
+    drawn = sampling(work, shape, parameters, size)
+    trained = _trained(tokens, work.rows * work.new_tokens, attention, shape, parameters)
+    products = dict(drawn.products)
+    for product, times in trained.products.items():
+        _add(products, [product], times)
+    return Cost(products, drawn.attention + trained.attention, drawn.bytes + trained.bytes)
+
+
+def _trained(tokens: int, predicted: int, attention: int, shape: DecoderConfig, parameters: int) -> Cost:
+    """Forward once, backward twice that. attention: its operations, forward.
 
     Bytes: AdamW reads and writes weights and two moments and reads gradients (7 numbers a parameter); gradients are
     written once and read once more for their norm (2).
     """
-    tokens = work.prompts * (work.prompt_tokens - 1)
     products: dict[Product, int] = {}
     for rows in _parts(tokens):
         for product in _layer(shape, rows):
             _add(products, _threefold(product), shape.layers)
+    for rows in _parts(predicted):
         _add(products, _threefold(_head(shape, rows)), 1)
-    attention = 3 * work.prompts * _causal(shape, work.prompt_tokens - 1)
-    return Cost(products, attention, 9 * parameters * FLOAT)
+    return Cost(products, 3 * attention, 9 * parameters * FLOAT)
 
 
 def seconds(cost: Cost, rate: Callable[[Product], float], bandwidth: float) -> float:

@@ -19,10 +19,11 @@ counts, lengths, updates and moved weights are checked in every lap, losses of t
 rows called *agreement* hold the two trainers' gradients against each other on the same completions. Time is per
 sampled token where lengths are natural. Peak memory is the high-water mark of a fresh process's resident memory.
 Weights are float32 on all sides, products are of the type named below; frozen weights of the sampling rows are of
-that type too. TRL runs `GRPOTrainer` with `loss_type="grpo"`, passes of at most 4,096 tokens as postrl has them, and
-no activation checkpointing, which is faster than its default; its default stands beside it where it says so. The
+that type too. A row whose rounds take long is measured one at a time and says how many it has. TRL runs `GRPOTrainer`
+with `loss_type="grpo"`, passes of at most 4,096 tokens as postrl has them, and no activation checkpointing, which is
+faster than its default; its default stands beside it where it says so. The
 *limit* is the time of the bare matrix products of the same shapes at rates measured in the same round, plus bytes
-over measured bandwidth.
+over measured bandwidth; of a step, with every prompt once for all its completions, in sampling and in training.
 """
 
 
@@ -92,7 +93,10 @@ def _table(rows: Mapping[str, Mapping]) -> list[str]:
 def entry_lines(entry: Mapping) -> list[list[str]]:
     """Table lines of a row: postrl first, then every peer, each with what it was held to."""
     rounds = entry["rounds"]
-    lines = [[entry["title"], pairs.OURS, *_figures(rounds, pairs.OURS), "", _memory_cell(rounds, pairs.OURS), ""]]
+    title = entry["title"]
+    if len(rounds) < entry["pairs"]:
+        title += f" ({len(rounds)} of {entry['pairs']} rounds so far)"
+    lines = [[title, pairs.OURS, *_figures(rounds, pairs.OURS), "", _memory_cell(rounds, pairs.OURS), ""]]
     if entry["work"]["kind"] == "agreement":
         return [_agreement_line(entry)]
     for peer in [*entry["peers"], *entry["once"]]:

@@ -295,6 +295,20 @@ def test_the_limit_of_training_by_hand():
     assert {product.which for product in made.products} == {"forward", "input", "weight"}
 
 
+def test_the_limit_of_a_step_by_hand():
+    """2 prompts of 3, 4 completions each, 5 new tokens: prompts once in sampling and in training; 8 rows of 4 tokens of
+    their own, each of which sees the 3 of its prompt too."""
+    made = limit.step(Work("step", prompts=2, completions=4, prompt_tokens=3, new_tokens=5), SHAPE, 100, size=2)
+    operations = sum(times * product.operations for product, times in made.products.items())
+    drawn = 2 * 132 * 2 * (6 + 4 * 8) + 2 * 40 * (2 + 4 * 8)
+    assert operations == drawn + 3 * (2 * 132 * 2 * (6 + 8 * 4) + 2 * 40 * 8 * 5)
+    prompts, rows = 2 * (4 * 2 * 6 * 6), 8 * (4 * 2 * 6 * (10 + 4 * 3))  # 1 + 2 + 3 and 1 + 2 + 3 + 4 keys
+    assert made.attention == prompts + 3 * (prompts + rows)
+    token = 2 * 2 * 3 * 2
+    read = sum(2 * 3 + 8 * step for step in (1, 2, 3, 4))
+    assert made.bytes == token * (read + 2 * 3 + 8 * 4) + 2 * 8 * 5 * 10 * 4 + 9 * 4 * 100
+
+
 def test_long_prompts_run_in_passes_of_the_token_budget():
     made = limit.sampling(Work("sample", prompts=2, prompt_tokens=5000, new_tokens=1), SHAPE, 0, 4)
     passes = {product.rows for product in made.products if product.outer == 12 and product.rows > 2}
@@ -318,6 +332,11 @@ def test_rows_have_their_own_names_and_goals_of_their_own_peers():
             assert all(goal.peer in {side.name for side in row.peers} | {""} for goal in row.goals)
             assert all(importlib.util.find_spec(side.module) for side in (*row.peers, *row.once))
     assert {row.work.model for row in rows.quick_rows()} <= {"characters", ""}
+    for (
+        row
+    ) in rows.rows():  # of steps of a given length, of sampling and of training the distance to the limit is known
+        limited = row.work.kind in ("step", "sample", "train") and not row.work.natural
+        assert (rows.LIMIT in (*row.peers, *row.once)) == limited
     timed = [row for row in rows.rows() if row.goals]
     assert len(timed) == 7 and all(row.pairs >= 5 for row in timed)
 
@@ -438,9 +457,11 @@ def sample_results() -> dict:
         "once": [],
         "missing": {},
         "goals": [],
+        "pairs": 1,
     }
     step = shared | {
         "title": "a step",
+        "pairs": 5,
         "work": {"kind": "step"},
         "peers": ["TRL", "vLLM"],
         "missing": {"vLLM": "vllm is not installed: make bench-envs"},
@@ -484,7 +505,7 @@ def test_the_page_says_figures_goals_and_what_is_missing(tmp_path: Path):
     text = (tmp_path / "docs" / "benchmarks.md").read_text()
     lines = {line.split("|")[2].strip(): line for line in text.splitlines() if line.startswith("| ")}
     assert "## Some CPU, 2 cores" in text and "8 GB, avx2" in text and "2 threads, float32 products" in text
-    assert "| a step | postrl | 1 | 10 |" in text
+    assert "| a step (3 of 5 rounds so far) | postrl | 1 | 10 |" in text and "| sampling | postrl |" in text
     assert "5.00 [4.00 … 7.00], 3 pairs" in text
     assert "≥ 6 ×: **not met** (5)" in text and "≤ 0.5 × its memory: met (0.333)" in text
     assert "vllm is not installed: make bench-envs" in lines["vLLM"] and "≥ 2.3 ×: not measured" in lines["vLLM"]
