@@ -35,15 +35,17 @@ def test_the_core_is_written_down():
 
 
 def test_figures_of_classes_by_hand(code: ModuleType):
-    """Two answers of two tokens, A = ±1/√2 each, W = 1/4: p .1 and .9 at sampling.
+    """Two answers of two tokens, A = ±1/√2 each, W = 1/8: p .1 and .9 at sampling.
 
-    Class 0: r = 1.5 with A > 0 (past 1.2, silenced) and r = 1 with A < 0, which pushes 1·A/4: spread .25.
+    Class 0: r = 1.5 with A > 0 (past 1.2, silenced) and r = 1 with A < 0, which pushes: spread .25.
     Class 4: r = 1 and r = 1/2 with A < 0 (under .8, silenced): spread .25. Each class has half of the push.
+    Class 2: two answers to another question, equally good: no credit, so nothing that could be silenced.
     """
-    case = laws.by_hand([0, 0], [1.0, 0.0], old=[[0.1, 0.9], [0.1, 0.9]], new=[[0.15, 0.9], [0.1, 0.45]])
+    old, new = [[0.1, 0.9], [0.1, 0.9], [0.5], [0.5]], [[0.15, 0.9], [0.1, 0.45], [0.5], [0.5]]
+    case = laws.by_hand([0, 0, 1, 1], [1.0, 0.0, 1.0, 1.0], old=old, new=new)
     found = code.by_class(grpo(), case.batch, case.now["logp"])
     wanted = {"spread/0": 0.25, "spread/4": 0.25, "push/0": 0.5, "push/4": 0.5, "silenced/0": 0.5, "silenced/4": 0.5}
-    assert found == pytest.approx(wanted)
+    assert found == pytest.approx({**wanted, "spread/2": 0, "push/2": 0, "silenced/2": math.nan}, nan_ok=True)
 
 
 def test_figures_stand_beside_the_methods_own(code: ModuleType):
