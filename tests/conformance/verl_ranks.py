@@ -30,10 +30,15 @@ class Idle:
     def mem_get_info(self) -> tuple[int, int]:
         return 0, 0
 
+    def get_device_name(self) -> str:
+        return "CPU"
+
     def is_available(self) -> bool:
         return False
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
         return lambda *values, **named: 0
 
 

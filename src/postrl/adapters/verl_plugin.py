@@ -5,6 +5,7 @@ estimators and losses when they are used.
 """
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -39,7 +40,12 @@ _credit: ContextVar[Credit | None] = ContextVar("credit", default=None)
 
 def chosen(name: str) -> tuple[Method, Traits]:
     """The method of a name, with this process's options. Raises UserError for what verl cannot carry."""
-    method = verl_settings.settings().method(name)
+    return _chosen(name, verl_settings.settings())
+
+
+@functools.cache  # workers ask for every micro-batch
+def _chosen(name: str, settings: verl_settings.Settings) -> tuple[Method, Traits]:
+    method = settings.method(name)
     found = ours.support(method)
     if isinstance(found, Refused):
         raise UserError(f"method {name} cannot run in verl: {found.reason}; use `postrl train`")
@@ -145,7 +151,12 @@ def register() -> None:
         environment = importlib.import_module("verl.trainer.constants_ppo").PPO_RAY_RUNTIME_ENV["env_vars"]
         verl_settings.forward(environment)
     if {verl_settings.FORWARDED, verl_settings.VARIABLE} & set(os.environ):
-        importlib.import_module("postrl.adapters.verl_trainer").register()
+        try:
+            importlib.import_module("postrl.adapters.verl_trainer").register()
+        except ImportError as missing:  # verl would hide it
+            print(
+                f"postrl: no trainer_mode=postrl_* here, since verl's trainers do not load: {missing}", file=sys.stderr
+            )
 
 
 def _problem(algorithms: Any) -> UserError | None:

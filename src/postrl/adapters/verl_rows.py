@@ -182,8 +182,10 @@ def _with_tokens(batch: Batch, known: Known, data: Data, rows: Int[Tensor, "b"],
     """What a method may read of the answers themselves."""
     found, device = known.answers, batch.mask.device
     if data.steps is not None:
-        steps = arrays.step_columns(_lists(known, data.steps, range(len(known.info))), found.sampled.shape, device)
-        found = replace(found, steps=steps)
+        given: list[list] = [[] for _ in known.info]
+        for i in rows.tolist():
+            [given[i]] = _lists(known, data.steps, [i])
+        found = replace(found, steps=arrays.step_columns(given, found.sampled.shape, device))
     segment = torch.where(batch.mask, found.segments()[rows], -1)
     ends = arrays.stopped([known.truncated[i] for i in order], device)
     steps = None if data.step_rewards is None else arrays.step_table(_lists(known, data.step_rewards, order), device)
@@ -280,7 +282,6 @@ def token_losses(
     batch = _micro(old, mask)
     if method.observe is not None:
         batch = replace(batch, observed=method.observe(batch, logp.detach()))
-    scaled = torch.where(mask, scaled, torch.zeros_like(scaled))
     loss = _loss(method, batch, logp, scaled)
     leaf = logp.detach().requires_grad_()
     with torch.enable_grad():

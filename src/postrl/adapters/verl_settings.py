@@ -39,7 +39,7 @@ class Data:
     steps: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Settings:
     """Options by method, and where its data is."""
 
