@@ -88,6 +88,7 @@ STUDY = Study(
         Contrast("pooled", "buffer", "return", "higher", WORTH),
     ),
     must_fail=(Contrast("again", "random", "return", "higher", WORTH),),
+    papers=("ipe",),
     budget=Budget(minutes=45, run_minutes=30),
     quick=Quick(
         Sizes(
