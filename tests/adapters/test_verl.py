@@ -115,7 +115,7 @@ def single_rows(seed: int):
 
 
 @pytest.mark.parametrize("name", ["grpo", "cispo", "gspo", "gdpo", "gd2po", "reco", "rft", "dr_grpo"])
-@pytest.mark.parametrize("seed", [0, 1, 3])
+@pytest.mark.parametrize("seed", [0, 3])
 def test_the_loss_of_scaled_advantages_is_the_objective(name: str, seed: int):
     """Σ l(A') / count over micro-batches of single rows, against the objective of the whole batch; some rows empty."""
     batch, subject = single_rows(seed), method(name)
