@@ -124,6 +124,18 @@ def test_accelerate_launches_the_same_run(alone: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_example_shows_equal_rewards(tmp_path: Path) -> None:
+    script = RUN.parent.parent / "examples" / "accelerate_two_processes.sh"
+    paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    settings = environment() | {"PATH": paths, "STEPS": "2"}
+    command = ["bash", str(script), str(tmp_path / "out"), "--method", "reco"]
+    done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(done.stdout.split("step  one process  two processes")[1].splitlines()) == 3
+    assert [line["step"] for line in figures(tmp_path / "out" / "two") if "reward" in line] == [1, 2]
+
+
+@pytest.mark.slow
 def test_a_source_that_cannot_be_divided_works_in_the_first_process(alone: Path, tmp_path: Path) -> None:
     assert_same(alone, trained(2, tmp_path / "run", divisible=False))
 

@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -130,6 +132,31 @@ def test_a_conversion_that_breaks_off_leaves_nothing(gguf_file: Path, monkeypatc
         resolve(gguf_file)
     assert list((checkpoint_io.cache() / "gguf").iterdir()) == []
     assert (resolve(gguf_file) / "model.safetensors").exists()
+
+
+def test_processes_that_come_together_convert_once(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads here; the lock is that of an open file, so it holds between processes too."""
+    converted: list[Path] = []
+
+    def slow(path: Path, folder: Path) -> None:
+        converted.append(folder)
+        time.sleep(0.3)
+        save_model(folder)
+
+    monkeypatch.setattr(loading, "_convert", slow)
+    with ThreadPoolExecutor(3) as threads:
+        folders = {done.result() for done in [threads.submit(resolve, gguf_file) for _ in range(3)]}
+    assert len(converted) == len(folders) == 1
+    assert (folders.pop() / "model.safetensors").exists()
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"cannot be locked.*XDG_CACHE_HOME"):
+        resolve(gguf_file)
 
 
 def test_of_two_conversions_the_first_stays(tmp_path: Path) -> None:

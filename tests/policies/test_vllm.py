@@ -12,6 +12,7 @@ import torch
 from scipy.stats import chi2
 
 from policies.fake_vllm import mark
+from postrl import recipes_folder
 from postrl.batch import Stop
 from postrl.envs.copy_task import copy_task
 from postrl.envs.two_turn import TwoTurn
@@ -280,6 +281,17 @@ def test_a_killed_client_leaves_no_worker_behind(tmp_path: Path):
             return
         time.sleep(0.1)
     raise AssertionError("the worker goes on")
+
+
+def test_the_recipes_option_names_what_is_missing(tmp_path: Path):
+    recipe = recipes_folder.load("reasoning")
+    make_sampler = vars(sys.modules[recipe.main.__module__])["make_sampler"]
+    policy = tiny_decoder(8)
+    assert make_sampler(policy, recipe.config(), "float32") is None
+    with pytest.raises(UserError, match="make vllm-env"):
+        make_sampler(policy, recipe.config(sampler="vllm", vllm=str(tmp_path / "python")), "float32")
+    made = make_sampler(policy, recipe.config(sampler="vllm", vllm=sys.executable, threads=3), "bfloat16")
+    assert (made.threads, made._options["dtype"]) == (3, "bfloat16")
 
 
 # ---------------------------------------------------------------- vLLM itself

@@ -4,12 +4,14 @@ A name is a Hugging Face folder, a GGUF file, `smollm2`, or a model id on the Hu
 JSON are read: nothing is unpickled and no code from a model's repository runs.
 """
 
+import fcntl
 import hashlib
 import importlib.util
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -145,9 +147,24 @@ def _from_gguf(path: Path) -> Path:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     folder = files.cache() / "gguf" / f"{path.stem}-{digest[:16]}"
     if not folder.exists():
-        print(f"converting {path.name} once, into {folder}", flush=True)
-        _publish(folder, lambda scratch: _convert(path, scratch))
+        with _alone(folder):
+            if not folder.exists():
+                print(f"converting {path.name} once, into {folder}", flush=True)
+                _publish(folder, lambda scratch: _convert(path, scratch))
     return folder
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """The processes of a run come here together: one works, the others wait and then find the folder."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = folder.parent.with_suffix(".lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError as error:
+        raise UserError(f"{folder.parent} cannot be locked ({error}); set XDG_CACHE_HOME to another folder") from error
+    with lock:
+        yield
 
 
 def _publish(folder: Path, fill: Callable[[Path], None]) -> None:
