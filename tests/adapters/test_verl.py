@@ -8,6 +8,7 @@ import math
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -211,6 +212,11 @@ def test_rewards_by_name():
     found = verl_rows.batch_of(given, known, Data(), torch.arange(len(batch.mask)))
     assert found.reward_names == ("reward", *sorted(batch.reward_names))  # numbers beside the score, of no weight
     assert found.reward_weights.tolist() == [1.0] + [0.0] * len(batch.reward_names)
+    numpy = [{**info, "right": np.bool_(True), "length": np.float32(3)} for info in known.info]
+    some = replace(known, info=[{**numpy[0], "once": 1.0}, *numpy[1:]])
+    found = verl_rows.batch_of(given, some, Data(), torch.arange(len(batch.mask)))
+    assert {"right", "length"} <= set(found.reward_names) and "once" not in found.reward_names
+    assert set(found.reward("length").tolist()) == {3.0}
     with pytest.raises(UserError, match=r"no reward 'taste'.*this answer has"):
         advantages(grpo(), traits(grpo()), given, known, Data({"taste": 1.0}))
     name = batch.reward_names[0]

@@ -9,7 +9,9 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -24,6 +26,7 @@ from postrl.errors import UserError
 from postrl.losses import log_ratio
 from postrl.method import Forward, Method
 
+Number = Real | np.bool_
 PADDING = re.compile(r"pad[0-9a-f]{32}")  # uid of the rows that verl adds to fill a batch
 
 
@@ -132,7 +135,7 @@ def _weights(
             "answers or groups: set actor.ppo_mini_batch_size to data.train_batch_size"
         )
     whole = BASES[traits.base](some).max()
-    here = replace(batch.rows(part.nonzero().squeeze(1)))
+    here = batch.rows(part.nonzero().squeeze(1))
     _, unit = torch.unique(here.unit, return_inverse=True)
     ours = BASES[traits.base](replace(here, unit=unit)).max()
     weight[held] = (term.weight(some) / whole * ours).to(weight.dtype)
@@ -218,10 +221,11 @@ def _rewards(
     if data.rewards is not None:
         columns = {name: _numbers(known, name, order, total) for name in data.rewards}
         return columns, {name: float(weight) for name, weight in data.rewards.items()}
+    infos = [known.info[i] for i in order]
     numbers = {
         name
-        for name in set().union(*(known.info[i] for i in order))
-        if name != "reward" and all(isinstance(known.info[i].get(name), int | float | None) for i in order)
+        for name in set().union(*infos)
+        if name != "reward" and all(name in info and isinstance(info[name], Number | None) for info in infos)
     }
     columns = {"reward": total, **{name: _numbers(known, name, order, total) for name in sorted(numbers)}}
     return columns, {name: float(name == "reward") for name in columns}
@@ -238,7 +242,7 @@ def _numbers(known: Known, name: str, order: list[int], like: Tensor) -> Float[T
                 f"beside its score; this answer has: {there}"
             )
         value = known.info[i][name]
-        if value is not None and (not isinstance(value, int | float) or not math.isfinite(value)):
+        if value is not None and (not isinstance(value, Number) or not math.isfinite(value)):
             raise UserError(f"reward {name!r} of an answer is {value!r}: return a number, or None for a missing one")
         found.append(math.nan if value is None else float(value))
     return torch.tensor(found, dtype=torch.float32, device=like.device)
