@@ -31,6 +31,25 @@ def test_auto_is_what_was_measured_and_says_so(
     assert f"matrix products in {name_of(measured)}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("others", [torch.float32, torch.bfloat16])
+def test_all_processes_compute_in_bfloat16_or_none_does(others: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Two:
+        num_processes, device = 2, torch.device("cpu")
+
+        def print(self, *said: object, **how: object) -> None:
+            pass
+
+    def all_reduce(mine: torch.Tensor, operation: torch.distributed.ReduceOp.RedOpType) -> None:
+        theirs = torch.tensor(int(others == torch.bfloat16))
+        least = operation == torch.distributed.ReduceOp.MIN
+        mine.copy_(torch.minimum(mine, theirs) if least else torch.maximum(mine, theirs))
+
+    monkeypatch.setattr(compute, "PartialState", Two)
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    monkeypatch.setattr(compute, "choose_compute_dtype", lambda device: torch.bfloat16)
+    assert compute_dtype("auto") == others
+
+
 def test_what_was_asked_for_is_not_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(compute, "choose_compute_dtype", lambda device: pytest.fail("measured"))
     assert compute_dtype("float32") == torch.float32 and compute_dtype("bfloat16") == torch.bfloat16

@@ -165,6 +165,11 @@ class TestMicroBatches:
         assert padded(list(torch.arange(300).split(300 // len(parts)))) > 1.5 * useful
         assert len(parts) <= 1.25 * useful / 1000
 
+    def test_a_split_family_is_cut_by_length(self):
+        """Answers to one prompt, two to a micro-batch: the two long ones together, then the two short ones."""
+        batch = collate([rollout(0, n, [1], [2] * length) for n, length in enumerate([9, 2, 8, 1])])
+        assert [part.tolist() for part in micro_batches(batch, 18)] == [[0, 2], [1, 3]]
+
     def test_a_unit_with_two_contexts(self):
         batch = ragged_batch(0)
         assert len(batch.unit) > batch.size

@@ -88,6 +88,30 @@ def test_a_measurement_is_made_once_per_machine(kept: Path, monkeypatch: pytest.
     path.write_text("{")
     gain.cache_clear()
     assert gain(600, 512, 8, torch.float32, 1) == 3.0
+    gain(600, 512, 8, torch.float32, 2)
+    gain(600, 512, 8, torch.bfloat16, 1)
+    assert len(list(kept.iterdir())) == 4  # threads and type are part of what was measured
+
+
+@needs_packing
+def test_a_gain_is_what_three_of_four_pairs_exceed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that only products move: packed ones take 1 second, plain ones 1, 1 + 1/16, 1 + 2/16, … in some order."""
+    now, spent = [0.0], {Plain: [0, *((7 * i) % 16 for i in range(16))], Packed: []}
+
+    def slow(kind: type[Plain] | type[Packed]) -> None:
+        call = kind.__call__
+
+        def timed(self: Plain | Packed, x: torch.Tensor) -> torch.Tensor:
+            now[0] += 1 + (spent[kind].pop(0) / 16 if spent[kind] else 0)
+            return call(self, x)
+
+        monkeypatch.setattr(kind, "__call__", timed)
+
+    slow(Plain)
+    slow(Packed)
+    monkeypatch.setattr(products.time, "thread_time", lambda: now[0])
+    monkeypatch.setattr(products.time, "perf_counter", lambda: now[0])
+    assert products.measure(600, 512, 8, torch.float32) == 1.25
 
 
 @needs_packing
