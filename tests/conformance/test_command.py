@@ -1,5 +1,6 @@
 """`postrl conformance`: the matrix, its page, and what a disagreement looks like."""
 
+import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,11 +10,12 @@ import torch
 
 from postrl import cli
 from postrl.adapters import trl_checks, verl
-from postrl.adapters.support import Full, Refused
+from postrl.adapters.support import Full, Refused, Variant
 from postrl.conformance import run
 from postrl.conformance.cases import Disagreement, Done, agree, make_case, near, our_updates
 from postrl.conformance.matrix import Cell, cells, render
 from postrl.conformance.tiny import save_model
+from postrl.errors import UserError
 from postrl.papers import method, methods
 
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
@@ -87,7 +89,7 @@ def test_a_disagreement_ends_the_command_with_one(
         wrong = bent(ours, "lm_head.weight", 1e-3) if cell.method == "reco" else ours
         return run.judged(cell, wrong, ours)
 
-    monkeypatch.setitem(run.SIDES, "trl", side)
+    monkeypatch.setattr(run, "with_trl", side)
     monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: object())
     for names, code, line in ((["grpo"], 0, "agrees   grpo in trl"), (["grpo", "reco"], 1, "differs  reco in trl")):
         with pytest.raises(SystemExit) as ended:
@@ -96,11 +98,33 @@ def test_a_disagreement_ends_the_command_with_one(
         assert ended.value.code == code and line in shown and "loud" not in shown
 
 
-def test_what_is_not_run_says_why(monkeypatch: pytest.MonkeyPatch):
+def test_what_is_not_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: None)
-    assert run.skipped(Cell("x", "trl", Refused("no"))) == "refused"
-    assert "pip install" in str(run.skipped(Cell("x", "trl", Full())))
-    assert "make verl-env" in str(run.skipped(Cell("x", "verl", Full())))
+    absent = tmp_path / "python"
+    assert run.skipped(Cell("x", "trl", Refused("no")), absent) == "refused"
+    assert "pip install" in str(run.skipped(Cell("x", "trl", Full()), absent))
+    assert "make verl-env" in str(run.skipped(Cell("x", "verl", Full()), absent))
+    assert "variant" in str(run.skipped(Cell("x", "verl", Variant("a", "b")), Path(sys.executable)))
+    assert run.skipped(Cell("x", "verl", Full()), Path(sys.executable)) is None
+
+
+def test_verls_side_is_read_from_what_its_tests_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tests = tmp_path / "test_verl.py"
+    tests.write_text(
+        "import pytest\n"
+        "@pytest.mark.parametrize('ranks', [1, 2])\n"
+        "@pytest.mark.parametrize('name', ['grpo', 'dr_grpo', 'reco'])\n"
+        "def test_every_full_method_agrees(name, ranks):\n"
+        "    assert name != 'reco' or ranks == 1\n"
+    )
+    monkeypatch.setattr(run, "TESTS", tests)
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    names = ("grpo", "dr_grpo", "reco")
+    found = list(run.outcomes([Cell(name, "verl", Full()) for name in names], Path(sys.executable)))
+    assert [outcome.verdict for outcome in found] == ["agrees", "agrees", "differs"]
+    assert "pytest" in found[2].details
+    with pytest.raises(UserError, match="did not run verl's side of gspo"):
+        list(run.outcomes([Cell("gspo", "verl", Full())], Path(sys.executable)))
 
 
 def test_an_unknown_method_lists_the_shelf(capsys: pytest.CaptureFixture[str]):
@@ -113,5 +137,5 @@ def test_an_unknown_method_lists_the_shelf(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("trl") is None, reason="pip install 'postrl[trl]'")
 def test_trl_is_really_run(folder: Path):
-    [outcome] = run.outcomes(cells(("reco",), ("trl",)))
+    [outcome] = run.outcomes(cells(("reco",), ("trl",)), Path("absent"))
     assert outcome.verdict == "agrees" and "4 updates" in outcome.details

@@ -15,6 +15,7 @@ def conformance(
     methods: Names = (),
     trainer: tuple[Literal["trl", "verl"], ...] = ("trl", "verl"),
     matrix: bool = False,
+    verl: Path = Path(".venv-verl/bin/python"),
     write: Path | None = None,
 ) -> None:
     """Which method runs in which trainer, and whether its numbers there are ours.
@@ -26,6 +27,7 @@ def conformance(
         methods: Of the shelf; none named: all of them.
         trainer: The trainers to ask.
         matrix: Only print what each can do; run nothing.
+        verl: The Python of verl's environment (`make verl-env`), in which verl's side runs, in a checkout.
         write: Write the whole matrix as a page to this file, and run nothing.
     """
     from postrl import papers
@@ -43,7 +45,7 @@ def conformance(
     chosen = table.cells(methods, trainer)
     print_matrix(chosen)
     if not matrix:
-        sys.exit(run(chosen))
+        sys.exit(run(chosen, verl))
 
 
 def print_matrix(chosen: list) -> None:
@@ -63,12 +65,12 @@ def print_matrix(chosen: list) -> None:
     Console().print(shown)
 
 
-def run(chosen: list) -> int:
+def run(chosen: list, verl: Path) -> int:
     """Run what can be run, a line each; the exit code."""
     from postrl.conformance.run import outcomes
 
     counts = {"agrees": 0, "differs": 0, "skipped": 0}
-    for outcome in outcomes(chosen):
+    for outcome in outcomes(chosen, verl):
         counts[outcome.verdict] += 1
         name = f"{outcome.cell.method} in {outcome.cell.trainer}"
         print(f"{outcome.verdict:8} {name:28} {outcome.details}", flush=True)

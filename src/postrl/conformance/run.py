@@ -3,9 +3,12 @@
 import contextlib
 import importlib.util
 import io
+import re
+import shlex
+import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,12 +16,15 @@ from typing import Literal
 from postrl.adapters.support import Full, Refused
 from postrl.conformance.cases import Disagreement, Done, agree, make_case, our_updates
 from postrl.conformance.matrix import Cell
+from postrl.errors import UserError
 from postrl.papers import method
 
+ROOT = Path(__file__).resolve().parents[3]
+TESTS = ROOT / "tests" / "conformance" / "test_verl.py"
 SUMS = {"reinforce", "rft", "rloo"}  # their loss is a sum over tokens: the same step would go much further
 INSTALL = {
     "trl": "pip install 'postrl[trl]'",
-    "verl": "make verl-env in a checkout, then --verl .venv-verl/bin/python",
+    "verl": "make verl-env in a checkout of the repository; elsewhere name its Python, --verl PYTHON",
 }
 Verdict = Literal["agrees", "differs", "skipped"]
 
@@ -32,23 +38,24 @@ class Outcome:
     details: str
 
 
-def outcomes(chosen: Sequence[Cell], side: Callable[[Cell, Path], Outcome] | None = None) -> Iterator[Outcome]:
-    """Each cell run, or skipped and why. side: runs a cell of an installed trainer on a model's folder."""
+def outcomes(chosen: Sequence[Cell], verl: Path) -> Iterator[Outcome]:
+    """Each cell run, or skipped and why. verl: the Python of verl's environment, which need not be there."""
+    apart = [cell for cell in chosen if cell.trainer == "verl" and skipped(cell, verl) is None]
     with tempfile.TemporaryDirectory(prefix="postrl-conformance-") as scratch:
         folder: Path | None = None
-        for cell in chosen:
-            reason = skipped(cell)
+        for cell in (cell for cell in chosen if cell not in apart):
+            reason = skipped(cell, verl)
             if reason is not None:
                 yield Outcome(cell, "skipped", reason)
                 continue
-            if folder is None:
-                with quiet():
+            with quiet():
+                if folder is None:
                     from postrl.conformance.tiny import save_model
 
                     folder = save_model(Path(scratch) / "model")
-            with quiet():
-                outcome = (side or SIDES[cell.trainer])(cell, folder)
+                outcome = with_trl(cell, folder)
             yield outcome
+    yield from with_verl(apart, verl) if apart else ()
 
 
 @contextlib.contextmanager
@@ -69,15 +76,14 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
-def skipped(cell: Cell) -> str | None:
-    """Why a cell is not run here; None if it is."""
+def skipped(cell: Cell, verl: Path) -> str | None:
+    """Why a cell is not run here; None if it is. TRL's variant is our loop at refill=0, so it can be compared."""
     if isinstance(cell.support, Refused):
         return "refused"
-    if not isinstance(cell.support, Full) and cell.trainer not in VARIANTS:
+    if cell.trainer == "verl" and not isinstance(cell.support, Full):
         return "a variant has other numbers"
-    if importlib.util.find_spec(cell.trainer) is None or cell.trainer not in SIDES:
-        return f"not installed here: {INSTALL[cell.trainer]}"
-    return None
+    there = importlib.util.find_spec("trl") is not None if cell.trainer == "trl" else verl.is_file() and TESTS.is_file()
+    return None if there else f"not installed here: {INSTALL[cell.trainer]}"
 
 
 def with_trl(cell: Cell, folder: Path) -> Outcome:
@@ -102,5 +108,19 @@ def judged(cell: Cell, updates: Sequence[Done], ours: Sequence[Done]) -> Outcome
     return Outcome(cell, "agrees", f"{len(updates)} updates, largest difference {worst:.1e}")
 
 
-SIDES: dict[str, Callable[[Cell, Path], Outcome]] = {"trl": with_trl}
-VARIANTS = {"trl"}  # whose variants are our loop under another option (refill=0), so that they can be compared
+def with_verl(chosen: Sequence[Cell], python: Path) -> Iterator[Outcome]:
+    """Our methods inside verl, on one and two ranks: the checkout's tests of them, in verl's own environment, because
+    its pins exclude this one's. Raises UserError with the end of what was said if they cannot be run."""
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rA", "--tb=line", str(TESTS)]
+    names = " or ".join(cell.method for cell in chosen)
+    command += ["-m", "slow or not slow", "-k", f"test_every_full_method and ({names})"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    found = re.findall(r"^(PASSED|FAILED|ERROR) \S+::test_every_full_method\w*\[(\w+)-\d+\]", done.stdout, re.MULTILINE)
+    for cell in chosen:
+        results = [result for result, name in found if name == cell.method]
+        if not results:
+            said = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
+            raise UserError(f"{python} did not run verl's side of {cell.method}; the end of what it said:\n{said}")
+        good = set(results) == {"PASSED"}
+        details = "updates of 1 and 2 ranks, within 1e-5" if good else f"run: {shlex.join(command)}"
+        yield Outcome(cell, "agrees" if good else "differs", details)
