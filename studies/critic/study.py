@@ -43,9 +43,9 @@ QUESTION = (
 )
 HYPOTHESIS = (
     "Written before the first full run, after one pilot run of the random arm. A critic regressed on the base's "
-    "rollouts raises the share of held-out words solved after 50 policy steps by 0.03 or more over a random one, and still "
-    "after 150 (an article says that pretraining helps only below 50); one regressed on the pooled rollouts of four "
-    "policies raises it further after 50. A critic that knows the task sees a wrong letter at once, so there is "
+    "rollouts raises the share of held-out words solved after 50 policy steps by 0.03 or more over a random one, and "
+    "still after 150 (an article says that pretraining helps only below 50); one regressed on the pooled rollouts of "
+    "four policies raises it further after 50. A critic that knows the task sees a wrong letter at once, so there is "
     "something to gain; but a random one learns fast, too, and small effects, or none, would not surprise. A critic "
     "regressed on rewards dealt anew explains no more of the returns than a random one."
 )
