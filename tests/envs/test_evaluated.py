@@ -68,6 +68,7 @@ FINE = [
 ]
 CODE = ["open('a')", "().__class__", "x.diff", "lambda: x", "[x]", "x if x else x", "x\u2028x;x", "ｅval(x)"]
 BOMBS = ["9**9", "9 ** 9", "x**9**9**9", "(9)**9**9", "((((9)**9)**9)**9)**9", "(9)**99", "9" * 30, "1+" * 600 + "1"]
+LOOPS = ["[0 for a in 'xx' for b in 'xx']", "[0for a in'xx'for b in'xx']", "[[0]\nfor a in [1, 2]]"]
 
 
 def test_algebra_may_hold_terms_and_nothing_else():
@@ -86,6 +87,7 @@ def test_lists_may_hold_literals_and_nothing_else():
     for name in LISTS:
         assert [text for text in ("[[0, 1], [2, 3]]", "['A', 'B']", "Q _\n_ Q") if not harmless(name, text)] == []
         assert [text for text in ("[0]*9", "list('a')", "{1}", "[0 for x in (1,)]") if harmless(name, text)] == []
+        assert [text for text in LOOPS if harmless(name, text)] == []
 
 
 def test_long_hostile_text_is_refused_at_once():

@@ -12,7 +12,8 @@ ALGEBRA = frozenset({"intermediate_integration", "polynomial_multiplication", "s
 
 UNREADABLE = "?"  # a syntax error in Python
 LONGEST = 1000  # characters
-LIST = re.compile(r"[\w\s\[\],.'\"+-]*")  # no call, no repetition, no power
+# No call, repetition or power, and no comprehension: `for` has no word boundary before it in "0for".
+LIST = re.compile(r"(?:(?!for)[\w\s\[\],.'\"+-])*")
 NUMBER = r"\d{1,20}(?:\.\d{1,20})?"
 NUMBERS = re.compile(rf"(?:\s|{NUMBER}(?![\w.])|(?<!\*)\*(?!\*)|(?<!/)/(?!/)|[()+-])*", re.ASCII)
 NAMES = "exp|log|ln|sqrt|sin|cos|tan|sec|csc|cot|asin|acos|atan|sinh|cosh|tanh|Abs|pi"
