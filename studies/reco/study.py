@@ -49,10 +49,11 @@ QUESTION = (
     "right derivations where GRPO gives them up, at the same pass@1?"
 )
 HYPOTHESIS = (
-    "Written before the first full run, after pilots of the base and of GRPO alone, on another seed. With four updates per rollout batch, ReCo's pass@64 is above GRPO's by 0.03 or "
-    "more, and above that of ReCo with its weights permuted within the group; the permuted weights do no better than "
-    "GRPO. Within a group the weights differ little (geometric means of 0.6 to 0.95 a token), so a small effect, or "
-    "none, would not surprise. With one update per batch the token level changes nothing at all."
+    "Written before the first full run, after pilots of the base and of GRPO alone, on another seed. With four "
+    "updates per rollout batch, ReCo's pass@64 is above GRPO's by 0.03 or more, and above that of ReCo with its "
+    "weights permuted within the group; the permuted weights do no better than GRPO. Within a group the weights "
+    "differ little (geometric means of 0.6 to 0.95 a token), so a small effect, or none, would not surprise. With one"
+    " update per batch the token level changes nothing at all."
 )
 KS = (1, 4, 16, 64)
 RIGHT = 8  # right answers of a problem, among which derivations are counted
