@@ -55,6 +55,10 @@ def main(options: dict) -> None:
             sys.exit(3)
         if accidents.get("sleep"):
             time.sleep(60)
+        if "says" in accidents:
+            sys.stdout.write(accidents["says"])
+            sys.stdout.flush()
+            continue
         waiting += request["requests"]
         waiting.sort(key=lambda each: each["id"])
         latest = waiting.pop()  # is finished first

@@ -1,5 +1,7 @@
 """Sampling through a worker process: the client's side with a stand-in for the worker, and vLLM itself where it is."""
 
+import json
+import math
 import os
 import signal
 import subprocess
@@ -163,6 +165,45 @@ def test_a_silent_worker_is_ended(decoder: Decoder):
     sampler.patience = 0.5
     sampler.submit([1], (0,), TEN)
     with pytest.raises(UserError, match=r"was silent for 0.5 s|ended"):
+        sampler.poll()
+
+
+def done(**changes: object) -> str:
+    good = {"id": 0, "tokens": [1, 2], "logp": [-1.0, -2.0], "finished": True}
+    return json.dumps({"done": [good | changes]}) + "\n"
+
+
+LIES = [
+    ("INFO loading\n", "is no answer"),
+    ("[1]\n", "is no answer"),
+    ('{"done": [', "was silent for 2 s"),  # and hangs in the middle of the line
+    ("{}\n", "finished none"),
+    ('{"done": []}\n', "finished none"),
+    (done(id=7), "what was not asked"),
+    (done(logp=[None, None]), "what was not asked"),
+    (done(logp=[-1.0]), "do not fit"),
+    (done(tokens=[1, 8]), "do not fit"),
+    (done(tokens=[1, -1]), "do not fit"),
+    (done(tokens=[], logp=[]), "do not fit"),
+    (done(tokens=[1] * 11, logp=[-1.0] * 11), "do not fit"),
+    (done(logp=[-1.0, -math.inf]), "no numbers"),
+]
+
+
+@pytest.mark.parametrize(("says", "message"), LIES)
+def test_a_worker_that_answers_nonsense_is_no_sampler(decoder: Decoder, says: str, message: str):
+    sampler = VllmSampler(decoder, sys.executable, worker=FAKE, engine={"says": says}, patience=2.0)
+    sampler.submit([1], (0,), TEN)
+    with pytest.raises(UserError, match=message):
+        sampler.poll()
+
+
+def test_a_python_that_cannot_be_run_is_named(decoder: Decoder, tmp_path: Path):
+    python = tmp_path / "python"
+    python.write_text("")
+    sampler = VllmSampler(decoder, python)
+    sampler.submit([1], (0,), TEN)
+    with pytest.raises(UserError, match="python cannot be run"):
         sampler.poll()
 
 

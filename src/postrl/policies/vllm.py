@@ -12,6 +12,7 @@ import selectors
 import shutil
 import subprocess
 import tempfile
+import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -180,11 +181,23 @@ class VllmSampler:
             messages.append(request.message(self._requests))
             self._sent[self._requests] = request
             self._requests += 1
-        for done in process.ask({"do": "work", "requests": messages})["done"]:
-            if any(math.isnan(value) for value in done["logp"]):
+        finished = process.ask({"do": "work", "requests": messages}).get("done")
+        if not isinstance(finished, list) or not finished:  # the loop would ask for ever
+            raise process.failure("finished none of its requests")
+        for done in finished:
+            try:
+                request, tokens, logp = self._sent.pop(done["id"]), done["tokens"], done["logp"]
+                stop = Stop.FINISHED if done["finished"] else Stop.TRUNCATED
+                fits = 0 < len(tokens) == len(logp) <= request.sampling.max_tokens
+                fits = fits and all(isinstance(token, int) and 0 <= token < self._vocabulary for token in tokens)
+                wrong = not all(math.isfinite(value) for value in logp)
+            except (KeyError, TypeError) as error:
+                raise process.failure(f"answered what was not asked ({error!r})") from error
+            if wrong:
                 raise UserError("the policy's probabilities are no numbers any more: resume with a lower learning rate")
-            stop = Stop.FINISHED if done["finished"] else Stop.TRUNCATED
-            self._finish(self._sent.pop(done["id"]), done["tokens"], done["logp"], stop)
+            if not fits:
+                raise process.failure(f"gave {len(tokens)} tokens that do not fit the request or the vocabulary")
+            self._finish(request, tokens, logp, stop)
 
     def _finish(self, request: _Request, tokens: list[int], logp: list[float], stop: Stop) -> None:
         self._done.append(Completion(request.session, request.key, tokens, logp, stop))
@@ -195,14 +208,16 @@ class VllmSampler:
 
     def _ready(self) -> "_Process":
         """The worker, with the policy's present weights."""
-        if self._process is not None and not self._stale:
+        if self._process is not None and self._process.end.alive and not self._stale:
             return self._process
         if self._process is None or not self._process.end.alive:
             process = _Process(self.patience)
             write_weights(self.policy, process.weights)
             options = {"model": str(process.weights), **self._options}
-            self._vocabulary = process.start([str(self.python), str(self.worker)], options, self.threads)["vocabulary"]
-            self._process = process
+            said = process.start([str(self.python), str(self.worker)], options, self.threads)
+            if not isinstance(said.get("vocabulary"), int):
+                raise process.failure("did not say its vocabulary")
+            self._vocabulary, self._process = said["vocabulary"], process
         else:
             write_weights(self.policy, self._process.weights)
             self._process.ask({"do": "load", "folder": str(self._process.weights)})
@@ -217,7 +232,7 @@ class _Process:
         self.patience = patience
         self.folder = Path(tempfile.mkdtemp(prefix="postrl-vllm-"))
         self.weights, self.log = self.folder / "model", self.folder / "worker.log"
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self.end = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
 
     def start(self, command: Sequence[str], options: Mapping[str, object], threads: int | None) -> dict[str, Any]:
@@ -227,15 +242,18 @@ class _Process:
         environment |= {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
         self.end.detach()
         with self.log.open("wb") as log:
-            process = subprocess.Popen(
-                [*command, json.dumps(options)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment,
-                text=True,
-                start_new_session=True,  # an interrupt is ours: the step goes on to its end
-            )
+            try:
+                process = subprocess.Popen(
+                    [*command, json.dumps(options)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    env=environment,
+                    start_new_session=True,  # an interrupt is ours: the step goes on to its end
+                )
+            except OSError as error:
+                shutil.rmtree(self.folder, ignore_errors=True)
+                raise UserError(f"{command[0]} cannot be run ({error.strerror}): name the Python of vLLM") from error
         self._process = process
         self.end = weakref.finalize(self, _end, process, self.folder)
         return self._answer(process)
@@ -244,31 +262,40 @@ class _Process:
         process = self._process
         assert process is not None and process.stdin is not None and self.end.alive
         try:
-            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()
         except BrokenPipeError:
-            raise self._failure(f"ended with exit status {process.wait()}") from None
+            raise self.failure(f"ended with exit status {process.wait()}") from None
         return self._answer(process)
 
-    def _answer(self, process: "subprocess.Popen[str]") -> dict[str, Any]:
+    def _answer(self, process: "subprocess.Popen[bytes]") -> dict[str, Any]:
         assert process.stdout is not None
+        line, latest = b"", time.monotonic() + self.patience
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
-            if not selector.select(self.patience):
-                raise self._failure(f"was silent for {self.patience:g} s")
-        line = process.stdout.readline()
-        if not line.endswith("\n"):
-            raise self._failure(f"ended with exit status {process.wait()}")
-        return json.loads(line)
+            while not line.endswith(b"\n"):  # a worker may also hang in the middle of a line
+                if not selector.select(max(0.0, latest - time.monotonic())):
+                    raise self.failure(f"was silent for {self.patience:g} s")
+                part = os.read(process.stdout.fileno(), 1 << 20)
+                if not part:
+                    raise self.failure(f"ended with exit status {process.wait()}")
+                line += part
+        try:
+            found = json.loads(line)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise self.failure(f"said {line[:80]!r}, which is no answer")
+        return found
 
-    def _failure(self, what: str) -> UserError:
+    def failure(self, what: str) -> UserError:
         """Says the end of the log, then ends the worker."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
         self.end()
         return UserError("\n".join([f"vLLM's worker {what}; resume the run when its cause is mended:", *lines]))
 
 
-def _end(process: "subprocess.Popen[str]", folder: Path) -> None:
+def _end(process: "subprocess.Popen[bytes]", folder: Path) -> None:
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
