@@ -154,6 +154,8 @@ def batch_of(given: Given, known: Known | None, data: Data, rows: Int[Tensor, "b
             last[name] = i
     order = list(last.values())
     total = given.rewards.sum(1)[order]
+    if (known is None or data.rewards is None) and not bool(torch.isfinite(total).all()):
+        raise UserError("the score of an answer is no finite number: look at compute_score")
     columns, weights = ({"reward": total}, {"reward": 1.0}) if known is None else _rewards(total, known, data, order)
     tasks = arrays.numbered([str(given.uid[i]) for i in order], device)
     groupings = {} if known is None else {name: _names(known, key, order) for name, key in data.groupings.items()}

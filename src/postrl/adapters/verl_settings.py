@@ -6,6 +6,7 @@ by itself; for those of others, `forward` adds what the driver read to the varia
 
 import functools
 import json
+import math
 import os
 import tomllib
 from collections.abc import Mapping, MutableMapping
@@ -98,9 +99,19 @@ def _data(table: Mapping[str, object]) -> Data:
             raise UserError(f"{VARIABLE}: data.{name} is {value!r}; give {kind}")
     rewards = table.get("rewards")
     if isinstance(rewards, dict):
-        numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in rewards.values())
+        numbers = all(
+            isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) for x in rewards.values()
+        )  # JSON as Python reads it has NaN and Infinity
         if not rewards or not numbers:
             raise UserError(f"{VARIABLE}: data.rewards is {rewards!r}; give each reward's name a number, its weight")
+    groupings = table.get("groupings")
+    if isinstance(groupings, dict):
+        for name, entry in groupings.items():
+            if not isinstance(entry, str) or name == "task":
+                raise UserError(
+                    f"{VARIABLE}: data.groupings has {name!r}: {entry!r}; give each name an entry of reward_extra_info "
+                    "('task' is the prompt's own group)"
+                )
     return Data(**table)  # type: ignore[arg-type]  # each was looked at above
 
 
@@ -113,5 +124,5 @@ def settings() -> Settings:
 def forward(environment: MutableMapping[str, str]) -> None:
     """Adds this process's settings, as text, to the variables that verl will set in all of its processes."""
     text = os.environ.get(VARIABLE)
-    if text is not None:
+    if text:  # an empty variable is none, as in `settings`
         environment[FORWARDED] = json.dumps(_table(text))
