@@ -84,6 +84,8 @@ def trainer(model: Path, args, subject: Method | None = None, **rest):
         ({"top_p": 0.9}, r"option top_p=0\.9"),
         ({"top_k": 5}, "option top_k=5"),
         ({"repetition_penalty": 1.1}, "option repetition_penalty"),
+        ({"generation_kwargs": {"top_p": 0.9}}, "option generation_kwargs=.*top_p.*of GRPOConfig"),
+        ({"vllm_structured_outputs_regex": "[0-9]+"}, "option vllm_structured_outputs_regex"),
         ({"gradient_accumulation_steps": 4, "steps_per_generation": 6}, "steps_per_generation=6 is no multiple"),
         ({"per_device_train_batch_size": 1}, "is 2, which holds no whole groups of num_generations=4"),
     ],

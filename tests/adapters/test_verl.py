@@ -3,8 +3,10 @@
 `tests/conformance/test_verl.py` holds it to verl itself.
 """
 
+import importlib.util
 import json
 import math
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -188,6 +190,14 @@ def test_rows_that_verl_adds_are_left_out():
     )
 
 
+@pytest.mark.parametrize("score", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["grpo", "reinforce"])
+def test_a_score_that_is_no_number_is_no_missing_reward(name: str, score: float):
+    given = Given(torch.tensor([[1.0], [0.0], [score]]), torch.ones(3, 1, dtype=torch.bool), ["p"] * 3)
+    with pytest.raises(UserError, match="no finite number"):
+        advantages(method(name), traits(method(name)), given, None, Data())
+
+
 def test_updates_are_dealt_side_by_side():
     assert [mini.tolist() for mini in updates(12, 2, 4)] == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
     with pytest.raises(UserError, match="whole updates of 5 rows"):
@@ -241,6 +251,9 @@ def test_settings_are_text_or_a_file(tmp_path):
 
 
 WRONG = {
+    '{"data": {"rewards": {"a": NaN}}}': "each reward's name a number",
+    '{"data": {"groupings": {"a": 3}}}': "data.groupings has 'a': 3",
+    '{"data": {"groupings": {"task": "x"}}}': "the prompt's own group",
     '{"recoo": {}}': "'recoo', which is neither 'data' nor a method: acpo",
     '{"reco": {"capp": 1}}': "method 'reco' has no option 'capp'",
     '{"reco": {"cap": -1}}': "option cap=-1 of method 'reco'",
@@ -268,6 +281,13 @@ def test_what_the_driver_read_is_forwarded_as_text(tmp_path, monkeypatch: pytest
     environment: dict[str, str] = {}
     verl_settings.forward(environment)
     assert parse(environment[verl_settings.FORWARDED]).options == {"reco": {"cap": 7}}
+
+
+def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(verl_settings.VARIABLE, "")
+    environment: dict[str, str] = {}
+    verl_settings.forward(environment)
+    assert environment == {}
 
 
 # ---------------------------------------------------------------- registering
@@ -358,6 +378,32 @@ def configuration(adv="postrl_grpo", loss="postrl_grpo", kl=False, shuffle=False
         actor_rollout_ref=SimpleNamespace(actor=actor),
         trainer=SimpleNamespace(v1=SimpleNamespace(trainer_mode="postrl_sync")),
     )
+
+
+def test_where_verl_puts_its_own_loss_in_place_of_ours_it_is_refused(fresh: pytest.MonkeyPatch):
+    """Its legacy trainer, in bypass mode; our trainer says what it knows, and verl's new ones keep the loss."""
+    estimate = verl_plugin.estimator("grpo")
+    given = {"token_level_rewards": torch.eye(2), "response_mask": torch.ones(2, 2), "index": ["p", "p"]}
+    estimate(**given, config={"rollout_correction": {"bypass_mode": False}})
+    estimate(**given, config={})
+    with pytest.raises(UserError, match=r"bypass_mode.*own loss in place of postrl_grpo.*postrl_sync"):
+        estimate(**given, config={"rollout_correction": {"bypass_mode": True}})
+
+
+def test_whatever_goes_wrong_while_verl_loads_us_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """verl logs what a plugin raises at a level that nobody sees."""
+
+    def fail() -> None:
+        raise TypeError("a seam moved")
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(verl_plugin, "register", fail)
+    monkeypatch.delitem(sys.modules, "postrl.adapters.verl_entry", raising=False)
+    with pytest.raises(TypeError):
+        importlib.import_module("postrl.adapters.verl_entry")
+    assert "TypeError: a seam moved" in capsys.readouterr().err
 
 
 def test_the_trainer_checks_its_configuration_first(fresh: pytest.MonkeyPatch):

@@ -227,6 +227,56 @@ def test_units_without_sampled_tokens_are_counted_by_trl(model: Path, case: Case
             near(got, wanted)
 
 
+def test_an_answer_whose_siblings_have_no_reward_has_no_credit_in_trl(model: Path, case: Case, tmp_path: Path):
+    """A group of one: TRL's deviation is then not a number, and the credit 0; verl would give the raw reward."""
+    lost = [replace(a, rewards=dict.fromkeys(a.rewards)) if 4 < u < 8 else a for u, a in enumerate(case.answers)]
+    case, flags = Case(case.prompts, lost), {"loss_type": "grpo"}
+    for got, wanted in both(method("grpo", **COUNTED), flags, model, case, tmp_path):
+        near(got, wanted)
+    with pytest.raises(AssertionError, match="gradient of"):
+        for got, wanted in both(method("grpo", singleton="raw", **COUNTED), flags, model, case, tmp_path):
+            near(got, wanted)
+
+
+def with_ratios(monkeypatch: pytest.MonkeyPatch, level: str) -> None:
+    """TRL as if vLLM had sampled: made-up ratios per token or answer in its record, and its own loss reads them."""
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    collect, loss = GRPOTrainer._generate_and_score_completions, GRPOTrainer._compute_loss
+
+    def collected(self, inputs):
+        self.use_vllm = False
+        found = collect(self, inputs)
+        ratio = 0.5 + (found["completion_ids"] % 5) / 4
+        return {**found, "importance_sampling_ratio": ratio if level == "token" else ratio[:, :1]}
+
+    def corrected(self, model, inputs):
+        self.use_vllm = True
+        return loss(self, model, inputs)
+
+    monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", collected)
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", corrected)
+
+
+@pytest.mark.parametrize(
+    ("name", "level"), [("grpo", "sequence"), pytest.param("cispo", "token", marks=pytest.mark.slow)]
+)
+def test_the_importance_ratio_of_vllm_is_multiplied_onto_credit(
+    name: str, level: str, model: Path, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As TRL multiplies it onto its own loss."""
+    (subject, flags), shape = OWN[name], {"num_iterations": 2, "steps_per_generation": 2, "max_steps": 2}
+    shape["per_device_train_batch_size"] = 8
+    plain = trl_side.train(case, model, trl_side.options(tmp_path, **shape), subject)
+    with_ratios(monkeypatch, level)
+    ours = trl_side.train(case, model, trl_side.options(tmp_path, **shape), subject)
+    theirs = trl_side.train(case, model, trl_side.options(tmp_path, **shape, **flags), None)
+    for got, wanted in zip(ours.updates, theirs.updates, strict=True):
+        near(got.gradient, wanted.gradient, 3e-5)  # the runs' weights drift apart by rounding
+    with pytest.raises(AssertionError, match="gradient of"):
+        near(plain.updates[0].gradient, theirs.updates[0].gradient, 1e-3)
+
+
 def test_dapo_in_trl_is_our_loop_without_refill(model: Path, case: Case, tmp_path: Path):
     """The named variant: groups of one outcome are left out of A and of the normaliser, and not replaced."""
     assert matrix()["dapo"] == Variant("refill=0", matrix()["dapo"].difference)

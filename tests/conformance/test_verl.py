@@ -14,17 +14,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 pytest.importorskip("verl", reason="verl is not here: make verl-env, make test-verl")
 
 from conformance import verl_side
-from conformance.cases import SIZE, Case, make_case, near, our_updates, stopping
+from conformance.cases import GROUPS, SIZE, Case, make_case, near, our_updates, stopping
 from postrl.adapters import verl_settings, verl_trainer
 from postrl.adapters.support import Full, Refused, Variant
 from postrl.adapters.verl import matrix
 from postrl.adapters.verl_rows import updates
 from postrl.adapters.verl_settings import Settings
+from postrl.batch import Batch
 from postrl.errors import UserError
 from postrl.method import Method
 from postrl.papers import method
@@ -250,6 +252,35 @@ def test_our_method_under_verls_conventions_is_verls_own(name: str, model: Path,
 def test_another_convention_is_another_gradient(what: str, model: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(AssertionError, match="gradient of"):
         compare(*DISAGREEMENTS[what], model, monkeypatch)
+
+
+ALONE = (5, 10)
+
+
+def apart(subject: Method) -> Method:
+    """The method where the units of `ALONE` have no siblings."""
+
+    def advantage(batch: Batch) -> torch.Tensor:
+        groups = batch.groups.clone()
+        groups[list(ALONE), 0] = GROUPS + torch.arange(len(ALONE))
+        return subject.advantage(replace(batch, groups=groups))
+
+    return replace(subject, advantage=advantage)
+
+
+SINGLE = {
+    "grpo": {"dual": 3.0},
+    "gdpo": {"whiten": "token", "whiten_eps": 1e-4, "dual": 3.0},
+    "rloo": {},
+}
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_an_answer_without_siblings_has_its_raw_reward_in_verl(name: str, model: Path, monkeypatch: pytest.MonkeyPatch):
+    flags = OWN[name][1] | {"alone": ALONE}
+    compare(apart(method(name, singleton="raw", **SINGLE[name])), flags, model, monkeypatch)
+    with pytest.raises(AssertionError, match="gradient of"):
+        compare(apart(method(name, singleton="zero", **SINGLE[name])), flags, model, monkeypatch)
 
 
 def test_verls_gdpo_lacks_its_rewards_on_the_default_trainer(model: Path, case: Case, monkeypatch: pytest.MonkeyPatch):

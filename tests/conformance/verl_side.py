@@ -64,8 +64,11 @@ def predicted(policy: Any, prompts: Sequence[Tensor], responses: Sequence[Tensor
     return torch.nested.as_nested_tensor(found, layout=torch.jagged)
 
 
-def stored(case: Case, policy: Any, order: Sequence[int]) -> Any:
-    """The rows as verl's agent loop and its old_log_prob step leave them; the score counts a missing reward as 0."""
+def stored(case: Case, policy: Any, order: Sequence[int], alone: Sequence[int] = ()) -> Any:
+    """The rows as verl's agent loop and its old_log_prob step leave them; the score counts a missing reward as 0.
+
+    alone: units that have a prompt to themselves.
+    """
     from verl.utils.tensordict_utils import list_of_dict_to_tensordict
     from verl.workers.utils.padding import response_from_nested
 
@@ -78,9 +81,10 @@ def stored(case: Case, policy: Any, order: Sequence[int]) -> Any:
         scores = torch.zeros(len(mask))
         scores[-1] = sum(w * (answer.rewards[name] or 0.0) for name, w in (("correct", 1.0), ("form", 0.5)))
         info = {**answer.rewards, "answer": answer.tokens[0] % 3, "steps": answer.steps}
+        uid = f"alone{unit}" if unit in alone else f"prompt{unit // SIZE}"
         rows.append(
             {
-                "uid": f"prompt{unit // SIZE}" if unit < len(case.answers) else PADDING,
+                "uid": uid if unit < len(case.answers) else PADDING,
                 "prompts": torch.tensor(case.prompts[unit // SIZE % len(case.prompts)]),
                 "responses": torch.tensor(answer.tokens),
                 "response_mask": mask,
@@ -198,13 +202,14 @@ def prepared(
     loss: str | None = None,
     legacy: bool = False,
     metrics: dict[str, object] | None = None,
+    alone: Sequence[int] = (),
     **changes: object,
 ) -> tuple[Any, Any]:
     """Rows with advantages, and verl's configuration. order: units of the rows. legacy: advantages by the dispatcher
-    alone, as in verl's old trainer. metrics: what the step would log is added to it."""
+    alone, as in verl's old trainer. metrics: what the step would log is added to it. alone: see `stored`."""
     monkeypatch.setattr(verl_settings, "settings", lambda: settings or Settings(data=DATA))
     monkeypatch.setattr(verl_trainer, "settings", verl_settings.settings)
-    rows = stored(case, model(folder), range(len(case.answers)) if order is None else order)
+    rows = stored(case, model(folder), range(len(case.answers)) if order is None else order, alone)
     config = configuration(name, mini, loss, **{"trainer__v1__trainer_mode": "postrl_sync", **changes})
     found = dispatched(config, rows) if legacy else credited(config, rows, ranks, monkeypatch)
     if metrics is not None:

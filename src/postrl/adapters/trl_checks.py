@@ -50,6 +50,14 @@ REPLACED = {
     "top_entropy_quantile": "TRL takes the quantile per micro-batch, so the update would change with accumulation",
     "off_policy_mask_threshold": "TRL's sequence mask belongs to its own loss",
 }
+SHAPING = {  # entries of generation_kwargs, of transformers or vLLM, that change what answers are drawn from
+    *("temperature", "top_p", "top_k", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff", "do_sample"),
+    *("repetition_penalty", "encoder_repetition_penalty", "presence_penalty", "frequency_penalty", "length_penalty"),
+    *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "bad_words", "sequence_bias"),
+    *("logit_bias", "allowed_token_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id"),
+    *("forced_eos_token_id", "exponential_decay_length_penalty", "guidance_scale", "min_length", "min_new_tokens"),
+    *("min_tokens", "num_beams", "penalty_alpha", "watermarking_config", "structured_outputs", "guided_decoding"),
+}
 FORWARD = ("logits", "hidden", "values")  # parts of Forward that TRL's fused head does not give
 CRITIC = ("values", "returns")
 GIVEN = {  # what TRL hands every reward function besides the columns of the data set
@@ -111,11 +119,13 @@ def check_options(args: Any, method: Method) -> None:
         ("min_p", not args.min_p),
         ("repetition_penalty", args.repetition_penalty == 1),
         ("temperature", args.temperature > 0),
+        ("vllm_structured_outputs_regex", args.vllm_structured_outputs_regex is None),
+        ("generation_kwargs", not SHAPING & set(args.generation_kwargs or ())),
     ):
         if not fine:
             raise UserError(
                 f"option {name}={getattr(args, name)} of GRPOConfig: training needs samples of the distribution whose "
-                "log-probabilities it trains (top_p=1, top_k=0, no min_p or penalty, temperature above 0)"
+                "log-probabilities it trains (top_p=1, top_k=0, no min_p, penalty or grammar, temperature above 0)"
             )
     if args.beta and "logp_ref" in method.needs:
         raise UserError(

@@ -76,6 +76,11 @@ def estimator(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
         method, found = chosen(name)
         if index is None:
             raise UserError(f"method {name} compares the answers to a prompt, but this trainer gives no uid")
+        if _known.get() is None and _bypasses(config):
+            raise UserError(
+                "algorithm.rollout_correction.bypass_mode: verl's legacy trainer then puts its own loss in place of "
+                f"{ours.PREFIX}{name}, which alone reads these advantages: set it to False, or {ours.OWN_TRAINER}"
+            )
         given = Given(token_level_rewards, response_mask.bool(), [str(uid) for uid in index])
         with torch.no_grad():
             credit = advantages(method, found, given, _known.get(), verl_settings.settings().data)
@@ -83,6 +88,12 @@ def estimator(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
         return credit.scaled, credit.plain
 
     return estimate
+
+
+def _bypasses(config: Any) -> bool:
+    """Whether verl's algorithm configuration takes the sampler's log-probabilities for the old ones."""
+    correction = None if config is None else config.get("rollout_correction")
+    return correction is not None and bool(correction.get("bypass_mode", False))
 
 
 def policy_loss(name: str, agg_loss: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, dict[str, float]]]:
