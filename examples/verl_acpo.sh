@@ -10,7 +10,10 @@ set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
 DATA=${DATA:-$HOME/data/gsm8k}
-GPUS=$(command -v nvidia-smi > /dev/null && nvidia-smi --list-gpus 2> /dev/null | wc -l || echo 0)
+GPUS=0
+if LISTED=$(nvidia-smi --list-gpus 2> /dev/null); then # it may be there and fail
+  GPUS=$(grep -c '^GPU' <<< "$LISTED" || true)
+fi
 
 # Options of the method: without the variable, its defaults. In verl ACPO is the released form, its widths those of a
 # micro-batch. The variable also registers the trainer postrl_sync.
@@ -45,7 +48,7 @@ COMMAND=(
 if [ "$GPUS" -eq 0 ]; then
   echo "There is no GPU here, and verl samples and trains on GPUs. On a machine with one this would run:"
   echo
-  printf "export POSTRL_VERL='%s'\n" "$POSTRL_VERL"
+  printf 'export POSTRL_VERL=%q\n' "$POSTRL_VERL"
   printf '%q ' "${COMMAND[@]}"
   echo
   exit 0

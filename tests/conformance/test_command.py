@@ -139,3 +139,14 @@ def test_an_unknown_method_lists_the_shelf(capsys: pytest.CaptureFixture[str]):
 def test_trl_is_really_run(folder: Path):
     [outcome] = run.outcomes(cells(("reco",), ("trl",)), Path("absent"))
     assert outcome.verdict == "agrees" and "4 updates" in outcome.details
+
+
+def test_verls_python_may_be_named_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The tests run in the checkout, where a path of another folder would lead elsewhere."""
+    python, chosen = tmp_path / "python", cells(("grpo",), ("verl",))
+    python.write_text("#!/bin/sh\necho 'PASSED t.py::test_every_full_method[grpo-1]'\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="python cannot be run"):
+        list(run.with_verl(chosen, Path("python")))
+    python.chmod(0o700)
+    assert [found.verdict for found in run.with_verl(chosen, Path("python"))] == ["agrees"]

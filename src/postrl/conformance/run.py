@@ -111,10 +111,13 @@ def judged(cell: Cell, updates: Sequence[Done], ours: Sequence[Done]) -> Outcome
 def with_verl(chosen: Sequence[Cell], python: Path) -> Iterator[Outcome]:
     """Our methods inside verl, on one and two ranks: the checkout's tests of them, in verl's own environment, because
     its pins exclude this one's. Raises UserError with the end of what was said if they cannot be run."""
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rA", "--tb=line", str(TESTS)]
+    command = [str(python.absolute()), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rA", "--tb=line", str(TESTS)]
     names = " or ".join(cell.method for cell in chosen)
     command += ["-m", "slow or not slow", "-k", f"test_every_full_method and ({names})"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise UserError(f"{python} cannot be run ({error.strerror}): name the Python of verl's environment") from error
     found = re.findall(r"^(PASSED|FAILED|ERROR) \S+::test_every_full_method\w*\[(\w+)-\d+\]", done.stdout, re.MULTILINE)
     for cell in chosen:
         results = [result for result, name in found if name == cell.method]
