@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from builders import rollout
-from postrl.batch import Batch, Stop
+from postrl.batch import Batch, Kind, Stop
 from postrl.optimise import Seen
 from postrl.papers.grpo import grpo
 from postrl.rollout import collate
@@ -73,6 +73,16 @@ def test_mismatch_of_sampler_and_training():
     shift[0, 2] = 0.3
     got = figures(replace(batch, logp_old=batch.logp_old + shift))
     assert got["mismatch/max"] == pytest.approx(0.3) and got["mismatch/mean"] == pytest.approx(0.3 / 4)
+
+
+def test_pairs_and_demonstrations_have_no_sampler_to_mismatch():
+    batch = batch_of((0, 0.0, 0.0), (0, 1.0, 1.0))
+    apart = replace(batch, logp_old=batch.logp_old - batch.mask.float())
+    assert figures(apart)["mismatch/mean"] == pytest.approx(1.0)
+    given = replace(apart, kind=torch.tensor([Kind.DEMONSTRATION, Kind.ROLLOUT]).to(batch.kind.dtype))
+    given = replace(given, logp_old=given.logp_old + given.mask.float() * (given.unit == 1)[:, None])
+    assert figures(given)["mismatch/max"] == pytest.approx(0.0, abs=1e-6)
+    assert "mismatch/mean" not in figures(replace(apart, kind=torch.full_like(batch.kind, int(Kind.PAIR))))
 
 
 def test_figures_of_a_step_without_a_forward_are_left_out():

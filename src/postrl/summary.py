@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from postrl.advantages import Groups, total_reward
-from postrl.batch import Batch, Stop
+from postrl.batch import Batch, Kind, Stop
 from postrl.losses import on
 from postrl.method import Method
 from postrl.optimise import Seen
@@ -75,7 +75,8 @@ def _own(method: Method, batch: Batch, seen: Seen) -> dict[str, float]:
 
 
 def _mismatch(batch: Batch) -> dict[str, float]:
-    gap = (batch.logp_old - batch.logp_sampler)[batch.mask].abs()
+    drawn = batch.mask & (batch.kind == Kind.ROLLOUT)[batch.unit][:, None]  # pairs and demonstrations had no sampler
+    gap = (batch.logp_old - batch.logp_sampler)[drawn].abs()
     if not len(gap):
         return {}
     return {"mismatch/mean": float(gap.mean()), "mismatch/max": float(gap.max())}
