@@ -27,6 +27,7 @@ from postrl.memory import keep_memory
 from postrl.papers import method
 from postrl.policies.loading import load_policy
 from postrl.policies.lora import LoRA
+from postrl.ranks import launched_first
 from postrl.rollout import Rollout, collate
 from postrl.settings import Settings
 from postrl.source import Dataset
@@ -73,9 +74,16 @@ def main(config: Config) -> Result:
     reference, _ = load_policy(config.model, compute_dtype=compute)
     assert isinstance(policy, nn.Module) and isinstance(reference, nn.Module)
     rollouts = read_pairs(Path(config.data), renderer)
+    longest = max(sum(len(turn.tokens) for turn in rollout.contexts[0]) for rollout in rollouts)
+    if longest > policy.context_length:
+        raise UserError(
+            f"{config.data}: a prompt with its answer has {longest} tokens, but the model's context holds "
+            f"{policy.context_length}; leave such pairs out"
+        )
     shown = [rollout for rollout in rollouts if split_of(rollout.item, HELD_OUT) == "train"]
     held_out = [rollout for rollout in rollouts if split_of(rollout.item, HELD_OUT) == "test"]
-    print(f"{len(shown) // 2} pairs for training and {len(held_out) // 2} held out", flush=True)
+    if launched_first():
+        print(f"{len(shown) // 2} pairs for training and {len(held_out) // 2} held out", flush=True)
     describe = {**asdict(config), "compute_dtype": name_of(compute)}
     for name in ("train", "out", "resume"):
         del describe[name]
@@ -92,8 +100,9 @@ def main(config: Config) -> Result:
     )
     if held_out and result.status == "finished":
         figures = measure(policy, reference, held_out, config.train.token_budget)
-        print("held out: " + "  ".join(f"{name} {value:.3f}" for name, value in figures.items()), flush=True)
-        write_json(config.out / "held_out.json", figures)
+        if launched_first():  # every process has the same weights
+            print("held out: " + "  ".join(f"{name} {value:.3f}" for name, value in figures.items()), flush=True)
+            write_json(config.out / "held_out.json", figures)
     return result
 
 

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -106,3 +109,14 @@ def test_a_recipe_trains_in_it_and_a_resume_goes_on_with_it(tmp_path: Path, monk
     assert load_run(tmp_path / "run")[0].compute_dtype == torch.bfloat16
     with pytest.raises(UserError, match="was run with compute_dtype='bfloat16', not 'float32'"):
         run(3, resume=True, recompute=True, compute_dtype="float32")
+
+
+def test_processes_without_an_accelerator_talk_over_gloo():
+    """Started by torchrun, which says nothing of processors: whoever asks first decides for the whole run."""
+    ask = (
+        "import torch.distributed as dist; from postrl.compute import compute_dtype; compute_dtype('auto', None);"
+        "print(dist.get_backend())"
+    )
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, env=os.environ | alone)
+    assert done.stdout.splitlines()[-1:] == ["nccl" if torch.cuda.is_available() else "gloo"], done.stderr

@@ -27,7 +27,7 @@ def compute_dtype(wanted: Compute, run: Path | None = None) -> torch.dtype:
         return DTYPES[wanted]
     if run is not None:
         return recorded_dtype(run)
-    state = PartialState()
+    state = PartialState(cpu=not torch.accelerator.is_available())
     fast = torch.tensor(int(choose_compute_dtype(state.device) == torch.bfloat16), device=state.device)
     if state.num_processes > 1:  # all of them compute in one type: bfloat16 if it pays on every one
         torch.distributed.all_reduce(fast, torch.distributed.ReduceOp.MIN)

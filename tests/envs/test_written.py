@@ -55,6 +55,7 @@ def test_pairs_from_a_file(tmp_path: Path):
         ([GOOD | {"rejected": "c"}], "row 1: chosen and rejected are the same text"),
         ([GOOD, "{"], "line 2: not JSON"),
         (["[1]"], "line 1: not a JSON object; give preferences with the columns prompt, chosen, rejected"),
+        ([GOOD | {"prompt": "\ud800"}], "row 1: column 'prompt' has half a character"),
         ([""], "holds no pair"),
     ],
 )

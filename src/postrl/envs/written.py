@@ -51,6 +51,8 @@ def read_pairs(path: Path, renderer: Renderer) -> list[Rollout]:
             if not isinstance(row.get(column), str):
                 there = ", ".join(row) or "none"
                 raise UserError(f"{path}, row {number}: no text in column {column!r}; it has: {there}")
+            if any("\ud800" <= character <= "\udfff" for character in str(row[column])):
+                raise UserError(f"{path}, row {number}: column {column!r} has half a character (\\ud800…\\udfff)")
         prompt, chosen, rejected = (str(row[column]) for column in COLUMNS)
         if chosen == rejected:
             raise UserError(f"{path}, row {number}: chosen and rejected are the same text; remove the row")
