@@ -460,3 +460,9 @@ def test_vllm_samples_for_a_run_and_its_mismatch_is_logged(real: VllmSampler, tm
     for step in steps:  # bfloat16 against float32: not equal, and not of another step's weights
         assert 1e-5 < step["mismatch/mean"] < 0.05
     sampler.stop()
+
+
+@pytest.mark.parametrize("name", ["logprobs_mode", "generation_config", "seed"])
+def test_what_the_correction_rests_on_cannot_be_changed_in_vllms_engine(decoder: Decoder, name: str):
+    with pytest.raises(UserError, match=f"option {name} of vLLM's engine is postrl's own"):
+        fake(decoder, **{name: "raw_logprobs"})

@@ -40,6 +40,10 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
 
 
+# Arguments of vllm's `LLM` that are said otherwise, or that the correction of the mismatch rests on.
+OWN = ("model", "max_model_len", "max_num_seqs", "dtype", "seed", "logprobs_mode", "generation_config")
+
+
 @dataclass(frozen=True)
 class _Request:
     session: int
@@ -69,7 +73,7 @@ class VllmSampler:
 
     python: of an environment with vllm (`make vllm-env`). slots: completions at a time. dtype: of vLLM's products;
     float32 is closest to the trainer. context: longest prompt with answer, by default the policy's. engine: further
-    arguments of vllm's `LLM`, such as gpu_memory_utilization. threads: of a processor; None leaves that to the
+    arguments of vllm's `LLM`, such as gpu_memory_utilization, but none of `OWN`. threads: of a processor; None leaves that to the
     environment. patience: seconds for one answer of the worker.
 
     Only whole distributions are drawn from: top_p < 1, top_k and temperature 0 are refused, for log-probabilities would
@@ -96,6 +100,8 @@ class VllmSampler:
             raise UserError(f"{python} does not exist: build vLLM's environment (make vllm-env) or name its Python")
         if slots < 1:
             raise UserError(f"slots={slots}: a sampler needs at least one")
+        if taken := [name for name in OWN if name in (engine or {})]:
+            raise UserError(f"option {taken[0]} of vLLM's engine is postrl's own: leave it out")
         self.policy, self.patience, self.threads = policy, patience, threads
         self.context_length = policy.context_length if context is None else min(context, policy.context_length)
         self._options = {"context": self.context_length, "slots": slots, "dtype": dtype, "engine": dict(engine or {})}

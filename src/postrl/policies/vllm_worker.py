@@ -28,6 +28,7 @@ DEFAULTS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",  # its processes meet on this machine and listen nowhere else
 }
 FINISHED = {"stop": True, "length": False}  # by vLLM's word for why a completion ended; any other is none
 
