@@ -271,6 +271,7 @@ STUDY = Study(
         Contrast("gdpo", "sum", "joint", "higher", worth=0.03),
     ),
     must_fail=(Contrast("dealt", "gdpo", "joint", "higher", worth=0.03),),
+    papers=("gdpo", "gd2po"),
     budget=Budget(minutes=60, run_minutes=60),
     quick=Quick(
         Sizes(Pretraining(length=3, shown=4000, steps=200, batch=32), steps=8, groups=8, problems=12, samples=16)

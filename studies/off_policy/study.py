@@ -217,6 +217,7 @@ STUDY = Study(
     contrasts=against("grpo-16", ("acpo-16",), "pass@1", "higher", worth=0.03)
     + against("clip-higher-16", ("acpo-16",), "pass@1", "higher", worth=0.03),
     must_fail=(Contrast("acpo-1", "grpo-1", "pass@1", "higher", worth=0.001),),
+    papers=("acpo",),
     budget=Budget(minutes=60, run_minutes=60),
     quick=Quick(
         Sizes(

@@ -73,8 +73,8 @@ class VllmSampler:
 
     python: of an environment with vllm (`make vllm-env`). slots: completions at a time. dtype: of vLLM's products;
     float32 is closest to the trainer. context: longest prompt with answer, by default the policy's. engine: further
-    arguments of vllm's `LLM`, such as gpu_memory_utilization, but none of `OWN`. threads: of a processor; None leaves that to the
-    environment. patience: seconds for one answer of the worker.
+    arguments of vllm's `LLM`, such as gpu_memory_utilization, but none of `OWN`. threads: of a processor; None leaves
+    that to the environment. patience: seconds for one answer of the worker.
 
     Only whole distributions are drawn from: top_p < 1, top_k and temperature 0 are refused, for log-probabilities would
     be those after the cut. A completion depends on its key and not on what is sampled beside it, up to rounding.
