@@ -15,6 +15,7 @@ from benchmarks.work import LEARNING_RATE, TOKEN_BUDGET, Job, reward
 from postrl.batch import Stop
 from postrl.display import Display
 from postrl.envs.single_turn import Problem, Problems
+from postrl.memory import keep_memory
 from postrl.method import Method, Term
 from postrl.optimise import Seen, Trainer, update
 from postrl.papers.grpo import grpo
@@ -34,6 +35,7 @@ STEPS = 10**6  # more than anybody runs: the parent ends the process
 
 def main(job: Job) -> None:
     torch.set_num_threads(job.conditions.threads)
+    keep_memory()  # as the recipes do
     work = {"step": step, "agreement": step, "sample": sampling, "train": training}[job.work.kind]
     work(job, load(job), Laps())
 

@@ -64,8 +64,12 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None) -
 def _flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias)
+    backward, dtype = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, q.dtype
+    if dtype in (torch.bfloat16, torch.float16):  # in these the kernel takes up to four times as long, measured
+        grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
+        bias = None if bias is None else bias.float()
+    grads = backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias)
+    return grads[0].to(dtype), grads[1].to(dtype), grads[2].to(dtype)
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None) -> tuple[Tensor, Tensor]:

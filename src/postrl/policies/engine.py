@@ -91,10 +91,12 @@ class Engine:
     def _project(self, weights: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         attention = weights.layer.self_attn
         qkv = weights.qkv(_norm(weights.layer.input_layernorm, x).to(self.dtype)).unflatten(-1, (-1, self.size))
-        q, k, v = qkv.split((self.heads, self.kv, self.kv), 1)
+        qk, v = qkv.split((self.heads + self.kv, self.kv), 1)
         if attention.q_norm is not None and attention.k_norm is not None:
-            q, k = _norm(attention.q_norm, q), _norm(attention.k_norm, k)
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
+            q, k = qk.split((self.heads, self.kv), 1)
+            qk = torch.cat((_norm(attention.q_norm, q), _norm(attention.k_norm, k)), 1)
+        q, k = rotate(qk, cos, sin).split((self.heads, self.kv), 1)
+        return q, k, v
 
     def _rest(self, weights: LayerWeights, x: Tensor, attended: Tensor) -> Tensor:
         x = x + weights.out(attended.flatten(1))
@@ -163,8 +165,11 @@ class Engine:
             keys.view(-1, self.size).index_copy_(0, place, k.reshape(-1, self.size))
             values.view(-1, self.size).index_copy_(0, place, v.reshape(-1, self.size))
             keys, values = keys[:n, :, :longest].transpose(1, 2), values[:n, :, :longest].transpose(1, 2)
-            out, lse = attend(q[:, None], keys, values, bias=bias)
-            out, lse = out[:, 0], lse[:, 0]
+            together = q.unflatten(1, (self.kv, -1)).transpose(
+                1, 2
+            )  # query heads of one key head as its rows: twice as fast
+            out, lse = attend(together, keys, values, bias=bias)
+            out, lse = out.transpose(1, 2).flatten(1, 2), lse.transpose(1, 2).flatten(1)
             if shared is not None:
                 out = _attend_shared(q, out, lse, shared, number)
             x = self._rest(weights, x, out)

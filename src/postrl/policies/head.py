@@ -1,7 +1,7 @@
 """The language-model head in chunks: log-probability and entropy of n predictions without their [n, V] logits.
 
-logp = z_y − log Σ_v e^{z_v} and H = log Σ_v e^{z_v} − Σ_v p_v z_v with z = W h / temperature. The backward pass makes
-each chunk's logits again: ∂logp/∂z_v = 1[v = y] − p_v and ∂H/∂z_v = −p_v (log p_v + H).
+logp = log softmax(z)_y and H = −Σ_v p_v log p_v with z = W h / temperature. The backward pass makes each chunk's logits
+again: ∂logp/∂z_v = 1[v = y] − p_v and ∂H/∂z_v = −p_v (log p_v + H).
 """
 
 from typing import Any
@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-CHUNK_BYTES = 32 * 2**20  # of one chunk's logits
+CHUNK_BYTES = 64 * 2**20  # of one chunk's logits in float32; each chunk adds to the whole gradient of W
+SUM_BYTES = 8 * 2**20  # of one part of that gradient
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -24,45 +25,60 @@ class _ChunkedHead(torch.autograd.Function):
         product: torch.dtype,
         entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        logp = torch.empty(len(hidden), dtype=_wide(hidden.dtype), device=hidden.device)
+        ctx.set_materialize_grads(False)  # an entropy that is only looked at has no gradient, rather than zeros
+        logp = torch.empty(len(hidden), dtype=temperature.dtype, device=hidden.device)
         uncertainty = torch.empty_like(logp) if entropy else None
-        total = torch.empty_like(logp)
-        cast = weight.to(product)
-        for part in _chunks(len(hidden), len(weight), logp.element_size()):
-            logits = _logits(hidden[part], cast, temperature[part])
-            chosen = logits.gather(1, targets[part, None])[:, 0]
-            top = logits.amax(1)
-            raw = logits if uncertainty is None else logits.clone()
-            total[part] = raw.sub_(top[:, None]).exp_().sum(1).log_().add_(top)
-            logp[part] = chosen - total[part]
+        scaled, cast = _over(hidden, temperature).to(product), weight.to(product)
+        for part in _chunks(len(hidden), len(weight), logp.element_size(), CHUNK_BYTES):
+            chosen = torch.log_softmax(scaled[part] @ cast.T, 1, dtype=logp.dtype)
+            logp[part] = chosen.gather(1, targets[part, None])[:, 0]
             if uncertainty is not None:
-                mean = torch.linalg.vecdot(raw, logits) / raw.sum(1)
-                uncertainty[part] = total[part] - mean
-        ctx.save_for_backward(hidden, weight, targets, temperature, total, uncertainty)
+                uncertainty[part] = chosen.mul_(chosen.exp()).sum(1).neg_()
+        ctx.save_for_backward(hidden, weight, targets, temperature, logp, uncertainty)
         ctx.product = product
         return logp, uncertainty
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         grad_logp, grad_entropy = grads
-        hidden, weight, targets, temperature, total, uncertainty = ctx.saved_tensors
-        cast = weight.to(ctx.product)
-        grad_hidden = torch.empty_like(hidden)
+        hidden, weight, targets, temperature, logp, uncertainty = ctx.saved_tensors
+        scaled, cast = _over(hidden, temperature).to(ctx.product), weight.to(ctx.product)
+        grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for part in _chunks(len(hidden), len(weight), total.element_size()):
-            logits = _logits(hidden[part], cast, temperature[part]).sub_(total[part, None])
-            grad = -grad_logp[part] if grad_logp is not None else torch.zeros_like(total[part])
-            if uncertainty is None or grad_entropy is None:
-                inner = logits.exp_().mul_((grad / temperature[part])[:, None])
-            else:
-                slope = grad[:, None] - grad_entropy[part, None] * (logits + uncertainty[part, None])
-                inner = logits.exp_().mul_(slope).div_(temperature[part, None])
-            inner.scatter_add_(1, targets[part, None], (-grad / temperature[part])[:, None])
-            inner = inner.to(cast.dtype)
-            grad_hidden[part] = inner @ cast
-            if grad_weight is not None:
-                _add_product(grad_weight, inner, hidden[part])
+        for part in _chunks(len(hidden), len(weight), logp.element_size(), CHUNK_BYTES):
+            logits = scaled[part] @ cast.T
+            # The factor of a row goes with its hidden state, so that probabilities come from their logits in one pass.
+            if grad_logp is not None:
+                factor = (grad_logp[part] / temperature[part])[:, None]
+                inner = torch.softmax(logits, 1).neg_()
+                inner.scatter_(1, targets[part, None], -logp[part, None].expm1().to(inner.dtype))  # 1 − p_y
+                _add_products(grad_hidden, grad_weight, inner, factor, hidden, cast, part)
+            if grad_entropy is not None:
+                factor = (grad_entropy[part] / temperature[part])[:, None]
+                inner = torch.log_softmax(logits, 1, dtype=logp.dtype)
+                inner = inner.exp().mul_(inner.add_(uncertainty[part, None])).neg_().to(cast.dtype)
+                _add_products(grad_hidden, grad_weight, inner, factor, hidden, cast, part)
         return grad_hidden, grad_weight, None, None, None, None
+
+
+def _add_products(
+    grad_hidden: Tensor,
+    grad_weight: Tensor | None,
+    inner: Tensor,
+    factor: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    part: slice,
+) -> None:
+    """Adds the gradients that factor · inner [n, V], at the logits of `part`, gives the hidden states and W."""
+    grad_hidden[part] += (inner @ weight) * factor
+    if grad_weight is not None:
+        rows = (hidden[part] * factor).to(inner.dtype)
+        if inner.dtype == grad_weight.dtype:
+            grad_weight.addmm_(inner.T, rows)
+        else:  # by parts of the vocabulary, so that what is added is still in the processor's cache
+            for words in _chunks(len(grad_weight), grad_weight.shape[1], grad_weight.element_size(), SUM_BYTES):
+                grad_weight[words].add_(inner[:, words].T @ rows)
 
 
 def head(
@@ -84,21 +100,14 @@ def logits(hidden: Float[Tensor, "n d"], weight: Float[Tensor, "V d"], temperatu
     return (hidden @ weight.T.to(hidden.dtype)) / temperature.to(hidden.dtype)[:, None]
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: Tensor) -> Tensor:
-    return (hidden.to(weight.dtype) @ weight.T).to(temperature.dtype).div_(temperature[:, None])
-
-
-def _add_product(total: Tensor, inner: Tensor, hidden: Tensor) -> None:
-    if inner.dtype == total.dtype:
-        total.addmm_(inner.T, hidden.to(total.dtype))
-    else:
-        total.add_(inner.T @ hidden.to(inner.dtype))
+def _over(hidden: Tensor, temperature: Tensor) -> Tensor:
+    return hidden / temperature.to(hidden.dtype)[:, None]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _chunks(rows: int, width: int, size: int) -> list[slice]:
-    step = max(1, CHUNK_BYTES // (width * size))
+def _chunks(rows: int, width: int, size: int, most: int) -> list[slice]:
+    step = max(1, most // (width * size))
     return [slice(i, min(i + step, rows)) for i in range(0, rows, step)]

@@ -24,7 +24,7 @@ from postrl.files import read_json, write_json
 from postrl.policies.checkpoint_io import cache
 
 GAIN = 1.05
-LEAST_BYTES = 2**20  # of a matrix; smaller ones are rearranged in no time
+LEAST_BYTES = 2**19  # of a matrix; smaller ones are rearranged in no time
 PAIRS = 16
 SLACK = 4  # rounding errors of two ways to add k products: at most SLACK · √k · ε · Σ|x||w|
 
