@@ -225,15 +225,32 @@ def test_chunked_head_equals_the_whole_one(vocabulary: int, monkeypatch: pytest.
     factor = torch.randn(2, 10, generator=generator, dtype=torch.float64)
     table = (hidden @ weight.T / temperature[:, None]).log_softmax(-1)
     logp, entropy = table.gather(1, targets[:, None])[:, 0], -(table.exp() * table).sum(-1)
-    for use_entropy in (False, True):
-        got = head.head(hidden, weight, targets, temperature, use_entropy)
-        expected, found = logp * factor[0], got[0] * factor[0]
+    for with_logp, with_entropy in ((True, None), (True, True), (True, False), (False, True)):  # None: not computed
+        got = head.head(hidden, weight, targets, temperature, with_entropy is not None)
         torch.testing.assert_close(got[0], logp)
-        if use_entropy:
+        expected, found = torch.zeros(10, dtype=torch.float64), torch.zeros(10, dtype=torch.float64)
+        if with_logp:
+            expected, found = logp * factor[0], got[0] * factor[0]
+        if with_entropy is not None:
             torch.testing.assert_close(got[1], entropy)
+        if with_entropy:
             expected, found = expected + entropy * factor[1], found + got[1] * factor[1]
         grads = [torch.autograd.grad(x.sum(), (hidden, weight), retain_graph=True) for x in (found, expected)]
         torch.testing.assert_close(*grads)
+
+
+def test_the_head_in_bfloat16_adds_the_gradient_up_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=generator, requires_grad=True) for n in (10, 61))
+    targets, temperature = torch.randint(0, 61, (10,), generator=generator), torch.full((10,), 0.7)
+    exact, found = [], []
+    for product, kept in ((torch.float32, exact), (torch.bfloat16, found), (torch.bfloat16, found)):
+        monkeypatch.setattr(head, "SUM_BYTES", 7 * 16 * 4 if found else 2**20)  # at last in parts of seven words
+        got = head.head(hidden, weight, targets, temperature, True, product)
+        kept.append((got[0], *torch.autograd.grad((got[0] * torch.linspace(-1, 2, 10)).sum(), (hidden, weight))))
+    for x, y, whole in zip(found[1], exact[0], found[0], strict=True):
+        assert (x - y).norm() < 0.01 * y.norm()
+        torch.testing.assert_close(x, whole)
 
 
 class Largest(TorchDispatchMode):
