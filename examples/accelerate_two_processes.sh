@@ -4,6 +4,8 @@
 #
 #   examples/accelerate_two_processes.sh                 # results under runs/two_processes
 #   examples/accelerate_two_processes.sh FOLDER --method reco
+#
+# Start it with the environment active (`source .venv/bin/activate`). The folder must hold no runs yet.
 set -euo pipefail
 
 OUT=${1:-runs/two_processes}

@@ -3,8 +3,9 @@
     python examples/trl_reco.py                          # a tiny random model, under a minute on a CPU
     python examples/trl_reco.py --model FOLDER_OR_NAME   # any causal language model with a chat template
 
-Needs `pip install 'postrl[trl]'`. The task is a toy (answer with as many digits as possible), so that a reward can be
-seen to move with any model; replace `digits` and `questions` by your own.
+Needs `pip install '.[trl]'` in the checkout, or `make venv` and `source .venv/bin/activate`. TRL writes to `--out`.
+The task is a toy (answer with as many digits as possible), so that a reward can be seen to move with any model; replace
+`digits` and `questions` by your own.
 """
 
 import argparse

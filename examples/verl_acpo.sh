@@ -4,8 +4,10 @@
 #   examples/verl_acpo.sh                      # trains on the GPUs of this machine; without one, says what would run
 #   MODEL=Qwen/Qwen3-1.7B examples/verl_acpo.sh trainer.total_epochs=3
 #
-# Needs `pip install 'postrl[verl]'` beside verl's own requirements (vLLM, flash attention; see verl's pages), and the
-# data: `python examples/data_preprocess/gsm8k.py` in verl's repository writes ~/data/gsm8k.
+# Needs postrl in verl's environment, which must be active (docs/verl.md), verl's own requirements (vLLM, flash attention;
+# see verl's pages), and the data: `python examples/data_preprocess/gsm8k.py` in verl's repository writes ~/data/gsm8k.
+# verl keeps no checkpoint unless told to: add trainer.save_freq=50, and they lie under checkpoints/. Its options are
+# tested; the training itself was not run, for want of a GPU.
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
