@@ -13,6 +13,7 @@ from benchmarks.channel import Laps
 from benchmarks.sides.updates import Updates
 from benchmarks.work import LEARNING_RATE, TOKEN_BUDGET, Job, reward
 from postrl.batch import Stop
+from postrl.collect import Limits
 from postrl.display import Display
 from postrl.envs.single_turn import Problem, Problems
 from postrl.memory import keep_memory
@@ -119,6 +120,7 @@ def _on_policy(job: Job, policy: Decoder) -> OnPolicy:
         groups_per_step=work.prompts,
         group_size=work.completions,
         sampling=Sampling(max_tokens=work.new_tokens),
+        limits=Limits(max_context=policy.context_length),
     )
 
 
