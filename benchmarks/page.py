@@ -19,9 +19,10 @@ counts, lengths, updates and moved weights are checked in every lap, losses of t
 rows called *agreement* hold the two trainers' gradients against each other on the same completions. Time is per
 sampled token where lengths are natural. Peak memory is the high-water mark of a fresh process's resident memory.
 Weights are float32 on all sides, products are of the type named below; frozen weights of the sampling rows are of
-that type too. postrl keeps the memory it frees (`postrl.memory.keep_memory`), as its recipes do. A row whose rounds take long is measured one at a time and says how many it has. TRL runs `GRPOTrainer`
-with `loss_type="grpo"`, passes of at most 4,096 tokens as postrl has them, and no activation checkpointing, which is
-faster than its default; its default stands beside it where it says so. The
+that type too. postrl keeps the memory it frees (`postrl.memory.keep_memory`), as its recipes do. A row whose rounds
+take long is measured one at a time and says how many it has. TRL runs `GRPOTrainer` with `loss_type="grpo"`, passes of
+at most 4,096 tokens as postrl has them, and no activation checkpointing, which is faster than its default; its default
+stands beside it where it says so. The
 *limit* is the time of the bare matrix products of the same shapes at rates measured in the same round, plus bytes
 over measured bandwidth; of a step, with every prompt once for all its completions, in sampling and in training.
 """

@@ -135,6 +135,14 @@ def test_missing_column_is_named_with_those_there_are(model: Path, tmp_path: Pat
         trainer(model, options(tmp_path), reward_funcs=graded)
 
 
+def test_what_only_reward_functions_are_given_is_no_column_for_the_others(model: Path, tmp_path: Path):
+    def grouped(completions, log_metric, **columns):
+        return [0 for _ in completions]
+
+    with pytest.raises(UserError, match="^function grouped asks for column 'log_metric'"):
+        trainer(model, options(tmp_path), extras=Extras(groupings={"grouped": grouped}))
+
+
 def test_two_rewards_of_one_name_are_refused(model: Path, tmp_path: Path):
     with pytest.raises(UserError, match="two reward functions are called 'low'"):
         trainer(model, options(tmp_path), reward_funcs=[low, low])

@@ -91,7 +91,7 @@ class MethodSteps(Base):
         args: Any = None,
         train_dataset: Any = None,
         *,
-        method: Method | str,
+        method: Method,
         extras: Extras | None = None,
         **rest: Any,
     ) -> None:
@@ -99,7 +99,7 @@ class MethodSteps(Base):
         method = check_method(method, self.extras.step_rewards is not None)
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         if rest.get("rollout_func") is None:  # which may add columns of its own
-            check_columns([*functions, *self.extras.functions()], train_dataset)
+            check_columns(functions, self.extras.functions(), train_dataset)
         self.method, beta = method, 0.0
         if args is not None:
             beta = args.beta

@@ -60,9 +60,8 @@ SHAPING = {  # entries of generation_kwargs, of transformers or vLLM, that chang
 }
 FORWARD = ("logits", "hidden", "values")  # parts of Forward that TRL's fused head does not give
 CRITIC = ("values", "returns")
-GIVEN = {  # what TRL hands every reward function besides the columns of the data set
-    *("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"),
-}
+GIVEN = {"prompts", "completions", "completion_ids", "environments"}  # besides the columns of the data set
+GIVEN_BY_TRL = {"trainer_state", "log_extra", "log_metric"}  # these to reward functions only
 
 
 def support(method: Method) -> Support:
@@ -85,7 +84,7 @@ def matrix() -> dict[str, Support]:
     return {name: support(build(name)) for name in sorted(methods())}
 
 
-def check_method(method: Method | str, step_rewards: bool) -> Method:
+def check_method(method: object, step_rewards: bool) -> Method:
     """Raises UserError for what is no method, or one that TRL cannot carry. step_rewards: a function gives them."""
     if not isinstance(method, Method):
         example = "postrl.papers.method('reco')"
@@ -156,22 +155,22 @@ def check_split(args: Any, method: Method) -> None:
         )
 
 
-def check_columns(functions: Sequence[object], dataset: Any) -> None:
-    """Raises UserError if a function asks for a column that the data set has not. A stream may not know its columns."""
+def check_columns(rewards: Sequence[object], extras: Sequence[object], dataset: Any) -> None:
+    """Raises UserError if a reward function, or one of `Extras`, asks for a column that the data set has not. A stream
+    may not know its columns."""
     columns = getattr(dataset, "column_names", None)
     if columns is None:
         return
-    for function in (f for f in functions if inspect.isfunction(f)):
+    for function in (f for f in (*rewards, *extras) if inspect.isfunction(f)):
+        kind, given = ("reward function", {*GIVEN, *GIVEN_BY_TRL}) if function in rewards else ("function", GIVEN)
         for name, parameter in inspect.signature(function).parameters.items():
             wanted = parameter.default is parameter.empty and parameter.kind in (
                 parameter.KEYWORD_ONLY,
                 parameter.POSITIONAL_OR_KEYWORD,
             )
-            if wanted and name not in {*GIVEN, *columns}:
+            if wanted and name not in {*given, *columns}:
                 have = ", ".join(columns)
-                raise UserError(
-                    f"reward function {function.__name__} asks for column {name!r}, but the data set has: {have}"
-                )
+                raise UserError(f"{kind} {function.__name__} asks for column {name!r}, but the data set has: {have}")
 
 
 def check_names(names: Sequence[str]) -> None:
