@@ -139,7 +139,7 @@ def test_what_only_reward_functions_are_given_is_no_column_for_the_others(model:
     def grouped(completions, log_metric, **columns):
         return [0 for _ in completions]
 
-    with pytest.raises(UserError, match="^function grouped asks for column 'log_metric'"):
+    with pytest.raises(UserError, match=r"^function grouped asks for column 'log_metric'"):
         trainer(model, options(tmp_path), extras=Extras(groupings={"grouped": grouped}))
 
 

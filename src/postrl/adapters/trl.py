@@ -91,7 +91,7 @@ class MethodSteps(Base):
         args: Any = None,
         train_dataset: Any = None,
         *,
-        method: Method,
+        method: Method | str,  # a name is refused, with a sentence that says what to give
         extras: Extras | None = None,
         **rest: Any,
     ) -> None:
