@@ -39,6 +39,9 @@ def test_all_processes_compute_in_bfloat16_or_none_does(others: torch.dtype, mon
     class Two:
         num_processes, device = 2, torch.device("cpu")
 
+        def __init__(self, cpu: bool) -> None:
+            assert cpu is not torch.accelerator.is_available()
+
         def print(self, *said: object, **how: object) -> None:
             pass
 

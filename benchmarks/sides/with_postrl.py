@@ -65,6 +65,9 @@ class Endless:
     def extend(self, context: Sequence[int], messages: Sequence[Message]) -> list[int]:
         return self.inner.extend(context, messages)
 
+    def answer(self, text: str) -> list[int]:
+        return self.inner.answer(text)
+
     def text(self, tokens: Sequence[int]) -> str:
         return self.inner.text(tokens)
 
