@@ -35,6 +35,7 @@ from postrl.study import (
     per_problem,
     scalar,
 )
+from postrl.study.dealt import deal
 from postrl.study.rewriting import CHUNK, Pretraining, Words, pretrain, settings
 from postrl.train import train
 
@@ -98,16 +99,6 @@ class Watched:
             "valid success": [s.valid_success for s in self.seen],
         }
         return tuple(Curve(name, steps, tuple(values)) for name, values in figures.items())
-
-
-def deal_anew(rollouts: Sequence[Rollout], key: tuple[int, int]) -> None:
-    """The control: every group's rewards go to other members, so that they say nothing about an answer."""
-    rng = np.random.default_rng(key)
-    for group in sorted({rollout.group for rollout in rollouts}):
-        members = [rollout for rollout in rollouts if rollout.group == group]
-        dealt = [members[int(i)].rewards for i in rng.permutation(len(members))]
-        for rollout, rewards in zip(members, dealt, strict=True):
-            rollout.rewards = rewards
 
 
 def offline(context: Context[Sizes], source: Source) -> Source:
@@ -213,7 +204,7 @@ STUDY = Study(
         Arm("base", untrained, (CHAINED,)),
         Arm("grpo", partial(run, method=grpo()), (CHAINED,)),
         Arm("rft", partial(run, method=rft("correct")), (CHAINED,)),
-        Arm("dealt", partial(run, method=grpo(), alter=deal_anew), (CHAINED,)),
+        Arm("dealt", partial(run, method=grpo(), alter=deal), (CHAINED,)),
         Arm("rft-offline", partial(run, method=rft("correct"), feed=offline), (CHAINED,), exploratory=True),
         Arm("rft-iterated", partial(run, method=rft("correct"), feed=iterated), (CHAINED,), exploratory=True),
         Arm("grpo-audited", partial(run, method=grpo(), audited=True), (CHAINED,), exploratory=True),

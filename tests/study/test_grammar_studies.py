@@ -43,7 +43,7 @@ def test_dealt_rewards_are_the_groups_own_on_other_answers():
     members = [rollout(group=group, sample=i) for group in (0, 1) for i in range(16)]
     for number, member in enumerate(members):
         member.rewards = {"correct": float(number)}
-    code("composition").deal_anew(members, (0, 3))
+    code("composition").deal(members, (0, 3))
     dealt = [member.rewards["correct"] for member in members]
     assert sorted(dealt[:16]) == list(range(16)) and sorted(dealt[16:]) == list(range(16, 32))
     assert sum(value == number for number, value in enumerate(dealt)) < 8
