@@ -157,11 +157,10 @@ def _serve(sampler: Sampler, sampling: Sampling, mail: _Mail, future: "Future[No
                 waiting[session] = wish
                 taken += 1
             else:
-                for completion in sampler.poll():
-                    wish = waiting.pop(completion.session)
-                    if wish.keep:
-                        kept.add(completion.session)
-                    background_loop().call_soon_threadsafe(_deliver, wish.answer, completion)
+                done = sampler.poll()
+                answers = [(waiting.pop(completion.session), completion) for completion in done]
+                kept.update(completion.session for wish, completion in answers if wish.keep)
+                background_loop().call_soon_threadsafe(_deliver, answers)
         future.result()
     finally:
         future.cancel()
@@ -169,9 +168,10 @@ def _serve(sampler: Sampler, sampling: Sampling, mail: _Mail, future: "Future[No
             sampler.close(session)
 
 
-def _deliver(answer: "asyncio.Future[Completion]", completion: Completion) -> None:
-    if not answer.done():  # cancelled: another rollout has failed
-        answer.set_result(completion)
+def _deliver(answers: Sequence[tuple[_Request, Completion]]) -> None:
+    for wish, completion in answers:
+        if not wish.answer.done():  # cancelled: another rollout has failed
+            wish.answer.set_result(completion)
 
 
 async def _collect(

@@ -1,9 +1,11 @@
 """Scores: what is missing, what is legal, and what stops a run."""
 
 import asyncio
+import gc
 import math
 import threading
 import time
+import weakref
 from fractions import Fraction
 
 import numpy as np
@@ -128,6 +130,43 @@ def test_a_reward_out_of_time_is_missing_and_the_others_count(per, asynchronous,
     release.set()
     assert [r.rewards for r in group] == [{"slow": None, "fast": 1.0}] * 2
     assert "reward 'slow' took more than 0.2 s on item 'item4'" in caplog.text
+
+
+def test_calls_share_threads_and_one_that_hangs_keeps_only_its_own():
+    """A new thread for every call took most of a small model's step."""
+    names, release = set(), threading.Event()
+
+    def once(r):
+        names.add(threading.get_ident())
+        return 1.0
+
+    async def rounds():
+        slots = asyncio.Semaphore(2)
+        for _ in range(50):
+            await score(Rubric((Reward("x", once),)), [rollout(0), rollout(1)], slots)
+
+    hangs = scored(*(Reward(f"slow{i}", lambda r: release.wait(60), timeout=0.1) for i in range(3)))
+    try:
+        asyncio.run(rounds())
+    finally:
+        release.set()
+    assert [set(r.rewards.values()) for r in hangs] == [{None}] * 2
+    assert len(names) < 20  # of 100 calls
+
+
+def test_a_thread_at_rest_holds_neither_its_last_subject_nor_its_answer():
+    kept = []
+
+    def fn(r):
+        kept.append(weakref.ref(r))
+        return 1.0
+
+    scored(Reward("x", fn))
+    end = time.monotonic() + 10
+    while any(ref() is not None for ref in kept) and time.monotonic() < end:
+        gc.collect()
+        time.sleep(0.01)
+    assert len(kept) == 2 and all(ref() is None for ref in kept)
 
 
 def test_time_starts_with_the_call_not_with_waiting_for_a_slot():

@@ -9,11 +9,17 @@ import contextlib
 import functools
 import inspect
 import os
+import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 X = TypeVar("X")
+Job = Callable[[], None]
+Inbox = queue.SimpleQueue[Callable[[], Job]]  # of a thread: what to call, which gives how to report it
+
+_idle: "deque[Inbox]" = deque()
 
 
 class TimedOut(Exception):
@@ -29,6 +35,7 @@ def background_loop() -> asyncio.AbstractEventLoop:
 
 
 os.register_at_fork(after_in_child=background_loop.cache_clear)  # threads do not survive a fork
+os.register_at_fork(after_in_child=_idle.clear)
 
 
 async def call(fn: Callable[[X], Any], argument: X, timeout: float, slots: asyncio.Semaphore) -> Any:
@@ -54,8 +61,6 @@ async def call(fn: Callable[[X], Any], argument: X, timeout: float, slots: async
 
 
 async def _in_thread(fn: Callable[[X], Any], argument: X) -> Any:
-    # A thread per call, not a pool: a call that hangs would hold a pool's place for ever, and a pool's threads are
-    # waited for when the interpreter ends.
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
@@ -63,17 +68,43 @@ async def _in_thread(fn: Callable[[X], Any], argument: X) -> Any:
         if not answer.done():
             answer.set_result((value, error))
 
-    def work() -> None:
+    def work() -> Job:
         value, error = None, None
         try:
             value = fn(argument)
         except BaseException as raised:  # noqa: BLE001 - handed over to the event loop and raised there
             error = raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(deliver, value, error)
+        return functools.partial(_post, loop, deliver, value, error)
 
-    threading.Thread(target=work, name="postrl-call", daemon=True).start()
+    _hand_over(work)
     value, error = await answer
     if error is not None:
         raise error
     return value
+
+
+def _post(loop: asyncio.AbstractEventLoop, *call: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        loop.call_soon_threadsafe(*call)
+
+
+def _hand_over(work: Callable[[], Job]) -> None:
+    """Do it in a thread that has nothing to do, or in a new one.
+
+    An executor's pool will not do: a call that hangs would hold one of its places for ever, and the interpreter waits
+    for its threads at the end. A new thread for every call costs more than most worlds and rewards do.
+    """
+    try:
+        inbox = _idle.pop()  # the last to come to rest: others may sleep on
+    except IndexError:
+        inbox = queue.SimpleQueue()
+        threading.Thread(target=_thread, args=(inbox,), name="postrl-call", daemon=True).start()
+    inbox.put(work)
+
+
+def _thread(inbox: Inbox) -> None:
+    while True:
+        report = inbox.get()()
+        _idle.append(inbox)  # before the report: who hears it may call at once
+        report()
+        del report  # it holds the answer
