@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -103,7 +103,7 @@ class Ranks:
         """Everyone's rollouts, in the order of their groups; a group must be whole at one process."""
         if self.world == 1:
             return mine
-        texts = self.gather("\n".join(json.dumps(asdict(rollout)) for rollout in mine))
+        texts = self.gather("\n".join(json.dumps(rollout, default=vars) for rollout in mine))
         everyone = [from_json(json.loads(line)) for text in texts for line in text.splitlines()]
         return sorted(everyone, key=lambda rollout: rollout.group)  # stable: a group's members keep their order
 

@@ -6,7 +6,7 @@ was edited on the way; then each context becomes a row of its own.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -90,7 +90,7 @@ def write_jsonl(path: Path, rollouts: Iterable[Rollout]) -> None:
     """One rollout per line."""
     with path.open("w", encoding="utf-8") as file:
         for rollout in rollouts:
-            file.write(json.dumps(asdict(rollout), ensure_ascii=False) + "\n")
+            file.write(json.dumps(rollout, default=vars, ensure_ascii=False) + "\n")
 
 
 def read_jsonl(path: Path) -> list[Rollout]:

@@ -4,7 +4,7 @@ A source is called once per step (again, if the loop refills) and can be saved a
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -122,7 +122,7 @@ class Dataset:
             groups.setdefault(rollout.group, []).append(rollout)
         self.groups, self.per_step, self.seed, self.position = list(groups.values()), per_step, seed, 0
         # Once: the loop asks for the state at every step, and a data set may be large.
-        self.fingerprint = digest([asdict(rollout) for members in self.groups for rollout in members])
+        self.fingerprint = digest([rollout for members in self.groups for rollout in members])
 
     def __call__(self, step: int, groups: int | None = None) -> list[Rollout]:
         """The next groups; their numbers are running positions, never reused."""

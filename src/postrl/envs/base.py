@@ -70,8 +70,8 @@ class Task(Protocol):
 
 
 def digest(value: object) -> str:
-    """SHA-256, in hexadecimal digits, of plain JSON."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    """SHA-256, in hexadecimal digits, of plain JSON and records (dataclasses) of it, which count as their fields."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=vars).encode()).hexdigest()
 
 
 def content_hash(text: str) -> str:

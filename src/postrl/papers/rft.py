@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 from jaxtyping import Bool
@@ -161,7 +161,7 @@ class Iterated:
                 "to imitate: choose easier problems, raise draws or lower the threshold"
             )
         self.kept, self.round, self.position = kept, step // self.every, 0
-        self._stored = json.dumps([asdict(rollout) for rollout in kept])
+        self._stored = json.dumps(list(kept), default=vars)
 
     def _index(self, number: int) -> int:
         epoch, place = divmod(number, len(self.kept))
