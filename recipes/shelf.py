@@ -4,8 +4,9 @@
 
 Twenty-four steps of 4 × 8 short answers show that a method runs on a pretrained model, and what its own figures do
 there. They are far too few to compare methods; studies do that, on small models. GDPO and GD²PO get the second reward
-they are for, PPO a critic, and ExpRL scores whole answers, for no judge is at hand. `curves/` of `out` holds a small
-file per method. An interrupted tour goes on where it stopped when it is started again.
+they are for, PPO a critic, and ExpRL scores whole answers, for no judge is at hand. An answer is GiGPO's only step, so
+its credit is the episode's twice. `curves/` of `out` holds a small file per method. An interrupted tour goes on where
+it stopped when it is started again.
 """
 
 import json
@@ -24,12 +25,12 @@ from postrl.train import Result
 
 ELSEWHERE = {
     "dpo": "it learns from pairs of answers that exist already, and this recipe samples",
-    "gigpo": "it compares the steps of several turns, and these answers have one",
 }
 SPECIAL: dict[str, dict[str, Any]] = {
     "exprl": {"options": {"credit": "outcome"}},
     "gdpo": {"brevity": 0.5},
     "gd2po": {"brevity": 0.5},
+    "gigpo": {"options": {"steps": "outcome"}},
     "rft": {"options": {"correct": "correct"}},
 }
 LEFT_OUT = ("time/", "pass@")  # of a machine; and of groups too small to say anything

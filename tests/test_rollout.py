@@ -131,6 +131,15 @@ def test_rollouts_that_do_not_fit_together_are_named(odd: dict):
         collate([rollout(), rollout(group=3, **odd)])
 
 
+def test_a_file_holds_declared_fields_and_nothing_that_is_not_json(tmp_path: Path):
+    noted = rollout(0)
+    noted.judge = "said so"  # by a reward
+    write_jsonl(tmp_path / "rollouts.jsonl", [noted])
+    assert read_jsonl(tmp_path / "rollouts.jsonl") == [rollout(0)]
+    with pytest.raises(TypeError, match="function is neither plain JSON"):
+        write_jsonl(tmp_path / "rollouts.jsonl", [rollout(0, info={"x": lambda: 1})])
+
+
 def test_jsonl_round_trip(tmp_path: Path):
     rollouts = ragged_rollouts(0)
     rollouts[0].contexts[0][0].text = 'line\nbreak \u2028 \x85 é ∑ "quoted"'

@@ -6,9 +6,17 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 from postrl.errors import UserError
+
+
+def as_fields(record: object) -> dict[str, object]:
+    """For `json.dumps(…, default=as_fields)`: a dataclass as its fields, without the copies that `asdict` makes."""
+    if not is_dataclass(record):
+        raise TypeError(f"{type(record).__name__} is neither plain JSON nor a dataclass of it")
+    return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from postrl.batch import Batch
 from postrl.errors import UserError
+from postrl.files import as_fields
 from postrl.method import Atom
 from postrl.packing import micro_batches, shares
 from postrl.rollout import Rollout, from_json
@@ -103,7 +104,7 @@ class Ranks:
         """Everyone's rollouts, in the order of their groups; a group must be whole at one process."""
         if self.world == 1:
             return mine
-        texts = self.gather("\n".join(json.dumps(rollout, default=vars) for rollout in mine))
+        texts = self.gather("\n".join(json.dumps(rollout, default=as_fields) for rollout in mine))
         everyone = [from_json(json.loads(line)) for text in texts for line in text.splitlines()]
         return sorted(everyone, key=lambda rollout: rollout.group)  # stable: a group's members keep their order
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from postrl.batch import Batch, Kind, Stop
 from postrl.errors import UserError
+from postrl.files import as_fields
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
 
@@ -80,7 +81,7 @@ class Source(Protocol):
 
 
 def from_json(fields: Mapping[str, Any]) -> Rollout:
-    """`dataclasses.asdict` of a rollout, through JSON or not, back. Raises what its constructors raise."""
+    """A rollout from its fields (`as_fields`, `asdict`), through JSON or not. Raises what its constructors raise."""
     contexts = [[Turn(**turn) for turn in turns] for turns in fields["contexts"]]
     rest = {name: value for name, value in fields.items() if name not in ("contexts", "kind", "stop")}
     return Rollout(contexts=contexts, kind=Kind(fields["kind"]), stop=Stop(fields["stop"]), **rest)
@@ -90,7 +91,7 @@ def write_jsonl(path: Path, rollouts: Iterable[Rollout]) -> None:
     """One rollout per line."""
     with path.open("w", encoding="utf-8") as file:
         for rollout in rollouts:
-            file.write(json.dumps(rollout, default=vars, ensure_ascii=False) + "\n")
+            file.write(json.dumps(rollout, default=as_fields, ensure_ascii=False) + "\n")
 
 
 def read_jsonl(path: Path) -> list[Rollout]:

@@ -253,6 +253,23 @@ def test_the_head_in_bfloat16_adds_the_gradient_up_by_parts(monkeypatch: pytest.
         torch.testing.assert_close(x, whole)
 
 
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.2])
+@pytest.mark.parametrize(
+    ("kept", "product"),
+    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)],
+)
+def test_the_head_in_a_narrow_type_gives_what_a_sampler_computes(kept, product, temperature) -> None:
+    """A sampler divides the product by the temperature: a hidden state divided first is rounded to another number."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 64, generator=generator).to(kept) for n in (10, 61))
+    targets = torch.randint(0, 61, (10,), generator=generator)
+    got = head.head(hidden, weight, targets, torch.full((10,), temperature), product=product)[0]
+    sampled = (hidden.to(product) @ weight.T.to(product)).float() / temperature
+    torch.testing.assert_close(got, sampled.log_softmax(1).gather(1, targets[:, None])[:, 0], rtol=1e-5, atol=1e-5)
+    whole = head.logits(hidden, weight, torch.full((10,), temperature))
+    torch.testing.assert_close(whole, (hidden @ weight.T).float() / temperature, rtol=1e-5, atol=1e-5)
+
+
 class Largest(TorchDispatchMode):
     """The most numbers any tensor made inside has."""
 

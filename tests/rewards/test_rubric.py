@@ -1,8 +1,12 @@
 """Scores: what is missing, what is legal, and what stops a run."""
 
 import asyncio
+import decimal
 import gc
 import math
+import os
+import signal
+import sys
 import threading
 import time
 import weakref
@@ -207,6 +211,39 @@ def test_two_components_of_one_name_and_an_empty_rubric_are_refused():
         Rubric(())
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_settings_that_a_call_changes_are_its_own():
+    def careless(r):
+        decimal.getcontext().prec = 3
+        np.seterr(all="raise")
+        return 1.0
+
+    def careful(r):
+        assert np.isnan(np.float64(0) / np.float64(0))
+        return float(len(str(decimal.Decimal(1) / 3)) > 20)
+
+    for _ in range(5):
+        scored(Reward("careless", careless))
+        assert scored(Reward("careful", careful))[0].rewards == {"careful": 1.0}
+
+
+def test_a_child_that_a_call_forks_may_leave_by_sys_exit():
+    def fork(r):
+        child = os.fork()
+        if child == 0:
+            sys.exit(0)
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            if os.waitpid(child, os.WNOHANG)[0]:
+                return 1.0
+            time.sleep(0.01)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return 0.0
+
+    assert scored(Reward("fork", fork), count=1)[0].rewards == {"fork": 1.0}
+
+
 def leaves(r):
     raise SystemExit(3)
 
@@ -220,7 +257,11 @@ def interrupts(r):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("fn", [leaves, leaves_later, interrupts])
+async def cancels(r):
+    raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize("fn", [leaves, leaves_later, interrupts, cancels])
 def test_a_reward_that_would_end_the_process_stops_the_run_like_any_other_error(fn):
     """Through the background loop, as in a run: SystemExit in one of its tasks would end it, and the run would hang."""
 

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
+from postrl.files import as_fields
 from postrl.rewards.rubric import Rubric
 from postrl.rollout import Message
 
@@ -71,7 +72,7 @@ class Task(Protocol):
 
 def digest(value: object) -> str:
     """SHA-256, in hexadecimal digits, of plain JSON and records (dataclasses) of it, which count as their fields."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=vars).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=as_fields).encode()).hexdigest()
 
 
 def content_hash(text: str) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 from postrl.advantages import MIN_SPREAD, total_reward
 from postrl.batch import Batch, Kind, spread
 from postrl.errors import UserError
+from postrl.files import as_fields
 from postrl.losses import reinforce as score_function
 from postrl.method import Forward, Method, Paper, Term
 from postrl.rollout import Rollout, Source, from_json
@@ -161,7 +162,7 @@ class Iterated:
                 "to imitate: choose easier problems, raise draws or lower the threshold"
             )
         self.kept, self.round, self.position = kept, step // self.every, 0
-        self._stored = json.dumps(list(kept), default=vars)
+        self._stored = json.dumps(list(kept), default=as_fields)
 
     def _index(self, number: int) -> int:
         epoch, place = divmod(number, len(self.kept))

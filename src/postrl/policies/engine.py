@@ -130,7 +130,8 @@ class Engine:
             attended = []
             for i, parts in enumerate(zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)):
                 attended.append(_attend_span(*parts, spans[i], number))
-                made[i].append((parts[1].transpose(0, 1), parts[2].transpose(0, 1)))
+                # Copies: a view would keep this layer's queries until the last layer has run.
+                made[i].append((parts[1].transpose(0, 1).clone(), parts[2].transpose(0, 1).clone()))
             x = self._rest(weights, x, torch.cat(attended))
             if number + 1 in changes:
                 x = changed(x, changes[number + 1], known)

@@ -28,9 +28,9 @@ class _ChunkedHead(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # an entropy that is only looked at has no gradient, rather than zeros
         logp = torch.empty(len(hidden), dtype=temperature.dtype, device=hidden.device)
         uncertainty = torch.empty_like(logp) if entropy else None
-        scaled, cast = _over(hidden, temperature).to(product), weight.to(product)
+        scores = _Scores(hidden, weight, temperature, product)
         for part in _chunks(len(hidden), len(weight), logp.element_size(), CHUNK_BYTES):
-            chosen = torch.log_softmax(scaled[part] @ cast.T, 1, dtype=logp.dtype)
+            chosen = torch.log_softmax(scores[part], 1, dtype=logp.dtype)
             logp[part] = chosen.gather(1, targets[part, None])[:, 0]
             if uncertainty is not None:
                 uncertainty[part] = chosen.mul_(chosen.exp()).sum(1).neg_()
@@ -42,15 +42,16 @@ class _ChunkedHead(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         grad_logp, grad_entropy = grads
         hidden, weight, targets, temperature, logp, uncertainty = ctx.saved_tensors
-        scaled, cast = _over(hidden, temperature).to(ctx.product), weight.to(ctx.product)
+        scores = _Scores(hidden, weight, temperature, ctx.product)
+        cast = scores.weight
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for part in _chunks(len(hidden), len(weight), logp.element_size(), CHUNK_BYTES):
-            logits = scaled[part] @ cast.T
+            logits = scores[part]
             # The factor of a row goes with its hidden state, so that probabilities come from their logits in one pass.
             if grad_logp is not None:
                 factor = (grad_logp[part] / temperature[part])[:, None]
-                inner = torch.softmax(logits, 1).neg_()
+                inner = torch.softmax(logits, 1).neg_().to(cast.dtype)
                 inner.scatter_(1, targets[part, None], -logp[part, None].expm1().to(inner.dtype))  # 1 − p_y
                 _add_products(grad_hidden, grad_weight, inner, factor, hidden, cast, part)
             if grad_entropy is not None:
@@ -97,11 +98,26 @@ def head(
 
 def logits(hidden: Float[Tensor, "n d"], weight: Float[Tensor, "V d"], temperature: Float[Tensor, "n"]) -> Tensor:
     """[n, V] logits over temperature, for the few callers that need every entry."""
-    return (hidden @ weight.T.to(hidden.dtype)) / temperature.to(hidden.dtype)[:, None]
+    return (hidden @ weight.T.to(hidden.dtype)) / temperature.to(_wide(hidden.dtype))[:, None]
 
 
-def _over(hidden: Tensor, temperature: Tensor) -> Tensor:
-    return hidden / temperature.to(hidden.dtype)[:, None]
+class _Scores:
+    """Logits of some rows at a time, over the temperature.
+
+    A sampler divides the product. Dividing the hidden state instead saves a pass over [n, V], but in a type narrower
+    than the sums it would round another number than the sampler's, and ratios would depart from 1 for nothing.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, temperature: Tensor, product: torch.dtype) -> None:
+        self.hidden, self.weight, self.divisor = hidden.to(product), weight.to(product), None
+        if product.itemsize >= temperature.dtype.itemsize:
+            self.hidden = self.hidden / temperature[:, None]
+        elif not bool((temperature == 1).all()):
+            self.divisor = temperature[:, None]
+
+    def __getitem__(self, part: slice) -> Tensor:
+        product = self.hidden[part] @ self.weight.T
+        return product if self.divisor is None else product.to(self.divisor.dtype).div_(self.divisor[part])
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

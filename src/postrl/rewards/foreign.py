@@ -6,6 +6,7 @@ There is one event loop for the whole process, in a thread of its own, so that a
 
 import asyncio
 import contextlib
+import contextvars
 import functools
 import inspect
 import os
@@ -42,8 +43,11 @@ async def call(fn: Callable[[X], Any], argument: X, timeout: float, slots: async
     """`fn(argument)`, awaited if that is what it wants; a plain function runs in a thread.
 
     timeout: seconds from the moment the call gets one of the `slots`. Raises TimedOut when they run out, and whatever
-    `fn` raises; RuntimeError for an attempt to end the process, such as sys.exit(). A thread cannot be stopped: after a
-    time-out it ends by itself, and its answer is not used.
+    `fn` raises; RuntimeError for an attempt to end the process, such as sys.exit(), or to cancel a task that is not its
+    own. A thread cannot be stopped: after a time-out it ends by itself, and its answer is not used. A coroutine is
+    cancelled; one that blocks without awaiting, or catches its cancellation, holds up all others. Context variables
+    (numpy's and decimal's settings are some) are every call's own, but threads are used again: what a call leaves in
+    its thread, such as torch's gradient mode, another may find there.
     """
     async with slots:
         clock = asyncio.timeout(timeout)
@@ -54,6 +58,11 @@ async def call(fn: Callable[[X], Any], argument: X, timeout: float, slots: async
         except (SystemExit, KeyboardInterrupt) as error:
             # An event loop that meets one of these ends, and whoever waits for it would wait for ever.
             raise RuntimeError(f"{type(error).__name__} in foreign code") from error
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise RuntimeError("CancelledError in foreign code") from error
         except TimeoutError as error:
             if clock.expired():
                 raise TimedOut from error
@@ -71,7 +80,7 @@ async def _in_thread(fn: Callable[[X], Any], argument: X) -> Any:
     def work() -> Job:
         value, error = None, None
         try:
-            value = fn(argument)
+            value = contextvars.Context().run(fn, argument)
         except BaseException as raised:  # noqa: BLE001 - handed over to the event loop and raised there
             error = raised
         return functools.partial(_post, loop, deliver, value, error)
@@ -103,8 +112,11 @@ def _hand_over(work: Callable[[], Job]) -> None:
 
 
 def _thread(inbox: Inbox) -> None:
+    process = os.getpid()
     while True:
         report = inbox.get()()
+        if os.getpid() != process:  # the call forked, and this is the child at the end of its work
+            return
         _idle.append(inbox)  # before the report: who hears it may call at once
         report()
         del report  # it holds the answer
