@@ -18,6 +18,7 @@ import reasoning
 
 from postrl.cli import run_recipe
 from postrl.envs.base import Task
+from postrl.errors import UserError
 from postrl.papers import methods
 from postrl.record import read_metrics
 from postrl.settings import Settings
@@ -70,12 +71,23 @@ def main(config: Config) -> Result | None:
         measure=reasoning.Measure(items=8, samples=2, ks=(1, 2)),
         train=config.train,
     )
-    for name in config.methods or tuple(name for name in methods() if name not in ELSEWHERE):
+    for name in checked(config.methods):
         result = run(replace(base, method=name, out=config.out / name, **SPECIAL.get(name, {})))
         if result.status == "interrupted":
             return result
         write_curve(config.out / name, config.out / "curves" / f"{name}.jsonl")
     return None
+
+
+def checked(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The methods of the tour. Raises UserError for one it cannot run, before any of them has cost time."""
+    known = [name for name in methods() if name not in ELSEWHERE]
+    for name in names:
+        if name in ELSEWHERE:
+            raise UserError(f"option methods: {name} is not for this recipe, for {ELSEWHERE[name]}; leave it out")
+        if name not in known:
+            raise UserError(f"option methods: no method {name!r} on the shelf; choose from: {', '.join(known)}")
+    return tuple(dict.fromkeys(names)) or tuple(known)
 
 
 def run(config: reasoning.Config) -> Result:

@@ -203,3 +203,11 @@ def test_the_tour_of_the_shelf_leaves_a_curve_of_every_method(tmp_path: Path):
     for path in (tmp_path / "runs" / "curves").iterdir():
         (line,) = path.read_text().splitlines()
         assert json.loads(line)["step"] == 1 and "time/step" not in line
+
+
+@pytest.mark.parametrize(("name", "said"), [("nonsense", "choose from"), ("dpo", "not for this recipe")])
+def test_the_tour_refuses_a_method_before_it_runs_another(tmp_path: Path, name: str, said: str):
+    found = recipes_folder.load("shelf")
+    with pytest.raises(UserError, match=said):
+        found.main(found.config(methods=("grpo", name), out=tmp_path / "runs"))
+    assert not (tmp_path / "runs").exists()

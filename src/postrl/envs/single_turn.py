@@ -76,8 +76,12 @@ class Problems:
         for item, problem in {content_hash(p.question): p for p in problems}.items():
             self._items[split_of(item, test_share)].append((item, problem))
 
-    @functools.cached_property  # asked for after every step, and there may be many problems
+    @property
     def fingerprint(self) -> str:
+        return self._fingerprint
+
+    @functools.cached_property  # asked for after every step, and there may be many problems
+    def _fingerprint(self) -> str:
         problems = [[item, dict(problem.info)] for items in self._items.values() for item, problem in items]
         return digest([self.name, self.seed, self._template, self._system, self.rubric.names, problems])
 
