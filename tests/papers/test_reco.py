@@ -48,6 +48,10 @@ def test_by_hand():
     a = 2**-0.5
     wanted = [[-2 / 3 / 2 * 0.99 * a, 0], [4 / 3 / 4 * a] * 2]
     laws.equal(got.gradient["logp"], wanted)
+    said = reco(eps=0.0).figures(case.batch, case.now["logp"])
+    assert said == {"weighted_advantage": pytest.approx((2 / 3 - 4 / 3) / 2 * a)}
+    plain = reco(response_level=False).figures(case.batch, case.now["logp"])
+    assert plain == {"weighted_advantage": pytest.approx(0, abs=1e-12)}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """ReCo: each answer counts by how rarely it was expected, each token by how its variance, not its odds, has moved."""
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Literal
 
@@ -62,6 +63,9 @@ def reco(
     low, high: half-widths of the test (a port's 0.2). floor: least 1 − p, against v's blow-up at p → 1.
     ddof, eps, singleton, min_spread, missing: as in `grpo`. The paper keeps GRPO's KL: `.plus(reference_kl(β))`.
 
+    Where right answers are also the expected ones, the weights take from the advantages above 0, and a group's no
+    longer sum to 0: `method/weighted_advantage` in the metrics is Σ W·A of the rollout batch, 0 for GRPO.
+
     Raises UserError for a cap that is not a positive number. No code has been released.
     """
     if not 0 < cap < math.inf:
@@ -86,9 +90,14 @@ def reco(
         return -torch.where(stop, torch.zeros_like(change), change) * advantage * on(mask, logp)
 
     advantage = partial(standardised, ddof=ddof, eps=eps, singleton=singleton, min_spread=min_spread, missing=missing)
+
+    def figures(batch: Batch, now: Tensor) -> Mapping[str, float]:
+        return {"weighted_advantage": float((weight(batch) * on(batch.mask, advantage(batch))).sum())}
+
     policy = Term("policy", loss, weight, total=total)
     # The weights read log π_old before an update's own forward could give it.
-    return Method("reco", advantage, (policy,), needs=frozenset({"logp_old"} if response_level else ()))
+    needs = frozenset({"logp_old"} if response_level else ())
+    return Method("reco", advantage, (policy,), figures=figures, needs=needs)
 
 
 def response_weight(
