@@ -22,6 +22,8 @@ class Config:
 
     method: str = "grpo"
     """A method of the shelf: see `postrl papers`."""
+    options: dict[str, bool | int | float | str] = field(default_factory=dict)
+    """Arguments of the method, for example `--options cap 3`."""
     length: int = 2
     """Letters to copy."""
     alphabet: str = "abcd"
@@ -71,7 +73,7 @@ def main(config: Config) -> Result:
             seed=config.train.seed,
         )
 
-    method = papers.method(config.method)
+    method = papers.method(config.method, **config.options)
     model = ActorCritic(policy, TabularCritic.zeros(policy)) if "values" in method.needs else policy
     described = asdict(config)
     for name in ("train", "out", "resume"):

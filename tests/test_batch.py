@@ -6,6 +6,7 @@ from torch import Tensor
 
 from builders import poisoned, ragged_batch, rollout, units
 from postrl.batch import ROW_FIELDS, UNIT_FIELDS, Batch, spread, unit_sum
+from postrl.errors import UserError
 from postrl.rollout import collate
 
 SEEDS = range(5)
@@ -101,9 +102,9 @@ def test_names_that_are_not_there_are_named():
     batch = collate([rollout(groups={"siblings": 3}, rewards={"correct": 1.0, "form": 0.0})])
     assert batch.group().tolist() == [0] and batch.group("siblings").tolist() == [3]
     assert batch.reward("form").tolist() == [0.0]
-    with pytest.raises(KeyError, match=r"no reward component 'corect'; it has: correct, form"):
+    with pytest.raises(UserError, match=r"no reward component 'corect'; it has: correct, form"):
         batch.reward("corect")
-    with pytest.raises(KeyError, match=r"no grouping 'role'; it has: task, siblings"):
+    with pytest.raises(UserError, match=r"no grouping 'role'; it has: task, siblings"):
         batch.group("role")
 
 

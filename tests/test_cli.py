@@ -109,6 +109,11 @@ def test_help_of_a_recipe_shows_its_options(recipe: str, capsys: pytest.CaptureF
     assert "A recipe for a test." in said and "How it ends." in said and "--steps" in said
 
 
+def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture):
+    assert code([]) == 0
+    assert "postrl train reasoning" in capsys.readouterr().out
+
+
 def test_unknown_names_are_named(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert "'nope'" in refused(["train", "nope"], capsys)
     assert "copy_task" in refused(["train", "nope"], capsys)

@@ -65,11 +65,12 @@ def test_file(name: str):
     """A paper file says where it comes from, and either constructs a method of its own name or says why it does not."""
     module = shelf()[name]
     assert isinstance(module.PAPER, Paper) and module.PAPER.title and module.PAPER.status
-    assert module.__doc__
+    assert module.__doc__, "a docstring: one line, NAME: claim"
     if name in METHODS:
         built = method(name)
         assert built.name == name and built.terms
-        assert methods()[name].__doc__ and (module.PAPER.arxiv or "19") in str(methods()[name].__doc__)
+        cited = (module.PAPER.arxiv or "19") in str(methods()[name].__doc__)
+        assert cited, "the constructor's docstring cites the paper"
         assert set(built.exempt) <= set(laws.LAWS), "exempt from a law that does not exist"
     else:
         assert module.NO_METHOD
@@ -92,6 +93,15 @@ def test_unknown_method_or_option_is_named():
         method("recoo")
     with pytest.raises(UserError, match=r"'reco' has no option 'capp'.*cap"):
         method("reco", capp=3.0)
+    with pytest.raises(UserError, match="'ipe' has no method of its own: .*critic"):
+        method("ipe")
+
+
+def test_a_constructor_may_annotate_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(papers, "methods", lambda: {"mine": lambda cap=5.0: replace(grpo(), name=f"cap {cap}")})
+    assert method("mine", cap=3).name == "cap 3"
+    with pytest.raises(UserError, match="cap=-1 .* must be at least 0"):
+        method("mine", cap=-1)
 
 
 # ---------------------------------------------------------------- each law can fail

@@ -41,17 +41,18 @@ def test_evidence_falls_with_what_it_stands_on(tmp_path: Path):
     for variant, verdict, reached in (
         ("quick", "supported", "E2"),
         ("full", "unfinished", "E2"),
-        ("full", "not supported", "E2 E3"),
+        ("full", "not supported", "E2, E3 [concentration: not supported](studies/concentration)"),
     ):
         results.write_text(json.dumps({"variant": variant, "verdict": verdict, "papers": ["reco"]}), encoding="utf-8")
         assert rung("reco") == reached and rung("grpo") == "E1"
+    E3 = "E3 [concentration: not supported](studies/concentration)"
     curves = tmp_path / "recipes" / "curves" / "shelf"
     curves.mkdir(parents=True)
     (curves / "reco.jsonl").touch()
-    assert rung("reco") == "E2 E3 E4"
+    assert rung("reco") == f"E2, {E3}, E4"
     (tmp_path / "docs").mkdir()
     page = tmp_path / "docs" / "conformance.md"
     page.write_text("| `reco` | full | variant: a | full |\n| `grpo` | full | full | full |\n", encoding="utf-8")
-    assert rung("reco") == "E2 E3 E4" and rung("grpo") == "E1 E5"
+    assert rung("reco") == f"E2, {E3}, E4" and rung("grpo") == "E1, E5"
     (tmp_path / "tests" / "reference.py").write_text("", encoding="utf-8")
-    assert rung("reco") == "E1 E3 E4", "a study does not replace the exact reference"
+    assert rung("reco") == f"E1, {E3}, E4", "a study does not replace the exact reference"

@@ -32,7 +32,7 @@ def test_a_folder_that_holds_a_run_is_refused(name: str, tmp_path: Path):
 
 
 def test_resume_without_a_run(tmp_path: Path):
-    with pytest.raises(UserError, match=r"run\.json is missing, so this is not a run to resume"):
+    with pytest.raises(UserError, match=r"holds no run to go on with: leave --resume away"):
         open_run(tmp_path, {}, True, FREE)
 
 

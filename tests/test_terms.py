@@ -7,7 +7,8 @@ import torch
 
 from builders import poisoned, ragged_batch
 from postrl import losses, weights
-from postrl.method import Forward, Method, objective
+from postrl.errors import UserError
+from postrl.method import Forward, Method, Term, objective
 from postrl.terms import entropy_bonus, reference_kl
 
 
@@ -61,6 +62,14 @@ def test_weights_of_the_terms_sum_to_their_total():
     batch = ragged_batch(1)
     for term in (reference_kl(0.1), entropy_bonus(0.1)):
         assert float(term.weight(batch).sum()) == pytest.approx(term.total)
+
+
+def test_a_loss_of_another_shape_is_refused():
+    batch = ragged_batch(0)
+    for shape in ((), (batch.mask.shape[1],), (batch.mask.shape[0], 1)):
+        wrong = Term("policy", lambda b, a, f, s=shape: torch.ones(s), lambda b: b.mask.double())
+        with pytest.raises(UserError, match=r"loss of term 'policy' of method nothing has shape .* give one number"):
+            value(nothing().plus(wrong), batch, Forward(batch.logp_old))
 
 
 def test_what_is_missing_is_named():

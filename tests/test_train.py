@@ -385,16 +385,36 @@ def test_group_size_one_with_a_group_baseline(tmp_path: Path):
 def test_needs_are_checked_before_anything_moves(tmp_path: Path):
     policy = letters_policy()
     needy = replace(method("grpo"), needs=frozenset({"returns"}))
-    with pytest.raises(UserError, match="method grpo needs returns: give `train` an enricher"):
+    with pytest.raises(UserError, match=r"method grpo needs returns, .* give `train` an enricher"):
         run(tmp_path, needy, policy)
     assert torch.equal(policy.table, torch.zeros_like(policy.table)) and list(tmp_path.iterdir()) == []
     run(tmp_path, needy, policy, steps=1, rest={"enrich": [lambda b: replace(b, returns=b.logp_old)]})
 
 
+def test_advantages_and_weights_of_another_shape_are_refused(tmp_path: Path):
+    policy, good = letters_policy(), method("grpo")
+    short = replace(good, advantage=lambda batch: batch.rewards[:, 0])
+    flat = replace(good, terms=(replace(good.terms[0], weight=lambda batch: batch.mask.sum(1).double()),))
+    for number, (wrong, what) in enumerate(((short, "advantage"), (flat, "weight of term 'policy'"))):
+        with pytest.raises(UserError, match=f"the {what} of method grpo has shape .* give one number per token"):
+            run(tmp_path / str(number), wrong, policy)
+    assert torch.equal(policy.table, torch.zeros_like(policy.table))
+
+
+def test_parameters_that_are_not_there_leave_the_folder_free(tmp_path: Path):
+    def none(policy: torch.nn.Module) -> list[dict]:
+        raise UserError("no such layer")
+
+    with pytest.raises(UserError, match="no such layer"):
+        run(tmp_path, rest={"parameters": none})
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("needs", [frozenset(), frozenset({"logp_ref"})])
 def test_kl_without_a_reference(needs: frozenset[str], tmp_path: Path):
     built = replace(method("grpo"), needs=needs)
-    with pytest.raises(UserError, match=r"kl_coef .* needs reference log-probabilities: give `train` a reference"):
+    said = "method grpo compares with a reference" if needs else r"option kl_coef=0\.1 needs a reference policy"
+    with pytest.raises(UserError, match=said):
         run(tmp_path, built, kl_coef=0.0 if needs else 0.1)
     assert list(tmp_path.iterdir()) == [], "the corrected command may use the folder"
 

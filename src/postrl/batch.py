@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from postrl.errors import UserError
+
 
 class Kind(IntEnum):
     """What a unit is: sampled by a policy, one side of a preference pair, or given by a demonstrator."""
@@ -76,7 +78,7 @@ class Batch:
         return self.groups[:, 0 if name is None else _position(name, self.group_names, "grouping")]
 
     def reward(self, name: str) -> Float[Tensor, "N"]:
-        """The raw reward component called `name`. Raises KeyError naming the components there are."""
+        """The raw reward component called `name`. Raises UserError naming the components there are."""
         return self.rewards[:, _position(name, self.reward_names, "reward component")]
 
     def lengths(self) -> Int[Tensor, "N"]:
@@ -116,7 +118,7 @@ UNIT_FIELDS = ("groups", "rewards", "kind", "version", "stop", "step_rewards", "
 
 def _position(name: str, names: tuple[str, ...], what: str) -> int:
     if name not in names:
-        raise KeyError(f"this batch has no {what} {name!r}; it has: {', '.join(names) or 'none'}")
+        raise UserError(f"this batch has no {what} {name!r}; it has: {', '.join(names) or 'none'}")
     return names.index(name)
 
 

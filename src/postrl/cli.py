@@ -1,7 +1,8 @@
 """The command line: `postrl train | study | eval | papers | report | export`.
 
-Bad input ends in one sentence on standard error and exit code 2; an interrupt in 130. Any other exception is our bug
-and shows its traceback. What a subcommand alone needs is imported there, so that `postrl --help` answers at once.
+Bad input ends in one sentence on standard error and exit code 2 (tyro says in a box what it cannot parse); an interrupt
+in 130. Any other exception is our bug and shows its traceback. What a subcommand alone needs is imported there, so that
+`postrl --help` answers at once.
 """
 
 import sys
@@ -34,7 +35,7 @@ $ postrl report runs/reasoning: one HTML file on what happened
 $ postrl eval runs/reasoning --task chain_sum: pass@k on held-out problems
 $ postrl export runs/reasoning my-model: a folder that transformers loads
 
-Bad input ends with one sentence and exit code 2; an interrupt with 130."""
+Bad input ends with what to do and exit code 2; an interrupt with 130."""
 
 # Positional arguments by the names they have in the help.
 RECIPES = ", ".join(sorted(recipes_folder.recipes()))
@@ -105,12 +106,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         elif len(arguments) > 1 and arguments[0] == "train" and not arguments[1].startswith("-"):
             # A recipe brings its own options, known only once its file is loaded.
             run_named(arguments[1], arguments[2:])
+        elif arguments and arguments[0] in COMMANDS:  # alone, so that tyro points to this subcommand's help
+            name, *rest = arguments
+            tyro.cli(COMMANDS[name], prog=f"postrl {name}", args=rest)
         else:
             tyro.extras.subcommand_cli_from_dict(
                 COMMANDS,
                 prog="postrl",
                 description=DESCRIPTION,
-                args=arguments,
+                args=arguments or ["--help"],
             )
 
 

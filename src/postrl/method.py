@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from postrl.batch import Batch
+from postrl.errors import UserError
 
 Atom = Literal["row", "unit", "group"]
 
@@ -94,10 +95,19 @@ def objective(
     """Σ_terms coef · Σ W·l over the rows of `batch`; add it up over micro-batches for the update's loss.
 
     `weights` holds one W [b, t] per term, cut from the mini-batch like the rows. Positions of zero weight are
-    excluded, not multiplied, so that what stands there (NaN included) cannot leak.
+    excluded, not multiplied, so that what stands there (NaN included) cannot leak. Raises UserError for a loss of
+    another shape than [b, t], which broadcasting would hide.
     """
     total = forward.logp.new_zeros(())
     for term, weight in zip(method.terms, weights, strict=True):
         loss = term.loss(batch, advantage, forward)
+        check_shape(f"loss of term {term.name!r} of method {method.name}", loss, batch)
         total = total + term.coef * (weight * torch.where(weight != 0, loss, torch.zeros_like(loss))).sum()
     return total
+
+
+def check_shape(what: str, value: Tensor, batch: Batch) -> None:
+    """Raises UserError unless `value` has a number for each position of the batch's rows."""
+    there, must = tuple(value.shape), tuple(batch.mask.shape)
+    if there != must:
+        raise UserError(f"the {what} has shape {there}: give one number per token of each row, here {must}")

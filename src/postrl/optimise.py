@@ -13,7 +13,7 @@ from postrl.batch import Batch
 from postrl.enrich import forward_all, mode
 from postrl.errors import UserError
 from postrl.losses import kl_k3, log_ratio
-from postrl.method import Forward, Method, objective
+from postrl.method import Forward, Method, check_shape, objective
 from postrl.parallel import gradient_sync
 from postrl.ranks import Pass, Ranks, here
 from postrl.settings import Settings
@@ -85,13 +85,13 @@ def update(trainer: Trainer, batch: Batch, rows: Tensor, advantage: Tensor, rate
         observed = method.observe(batch, now)
         batch = replace(batch, observed=observed)
         _note(seen, rows, observed)
-    _check_finite(method, "advantage", advantage, batch)
+    _check(method, "advantage", advantage, batch)
     if len(method.terms) == 1 and not bool((advantage != 0).any()):
         seen.skipped += 1
         return
     weights = tuple(term.weight(batch) for term in method.terms)
     for term, weight in zip(method.terms, weights, strict=True):
-        _check_finite(method, f"weight of term {term.name!r}", weight, batch)
+        _check(method, f"weight of term {term.name!r}", weight, batch)
     trainer.optimizer.zero_grad(set_to_none=False)
     loss, ranks = 0.0, here()
     part = Seen(torch.zeros_like(batch.logp_old), torch.zeros_like(batch.logp_old), torch.zeros_like(batch.logp_old))
@@ -121,7 +121,8 @@ def _note(seen: Seen, rows: Tensor, observed: Tensor) -> None:
     seen.observed[rows] = observed.to(seen.logp_old.dtype)
 
 
-def _check_finite(method: Method, what: str, value: Tensor, batch: Batch) -> None:
+def _check(method: Method, what: str, value: Tensor, batch: Batch) -> None:
+    check_shape(f"{what} of method {method.name}", value, batch)
     if not bool(torch.isfinite(value[batch.mask]).all()):
         raise UserError(
             f"the {what} of method {method.name} is not finite on some sampled token: look at the rewards, and if it "

@@ -33,6 +33,8 @@ def open_run(folder: Path, configuration: Mapping[str, object], resume: bool, fr
             raise UserError(f"{folder} already holds a run: add --resume to go on with it, or choose another folder")
         write_json(path, {"configuration": configuration, **_surroundings()})
         return
+    if not path.is_file():
+        raise UserError(f"{folder} holds no run to go on with: leave --resume away to start one, or name another folder")
     old = read_run(folder, "a run to resume")["configuration"]
     now = json.loads(json.dumps(configuration))
     for name in sorted(set(old) | set(now)):

@@ -28,7 +28,7 @@ from postrl.errors import UserError
 from postrl.evaluate import Evaluation
 from postrl.files import read_json
 from postrl.interrupt import Interrupt, memory_guard
-from postrl.method import Method
+from postrl.method import Method, check_shape
 from postrl.optimise import Seen, Trainer, update
 from postrl.packing import mini_batches
 from postrl.parallel import Resting, copy_weights, hold_alike, spread
@@ -96,11 +96,11 @@ def train(
     )
     ranks = here()
     configuration = {**(describe or {}), "method": method.name, **asdict(settings)}
-    ranks.once(lambda: open_run(folder, configuration, resume, FREE))
-    _check_steps(folder, settings)
     torch.manual_seed(settings.seed)
     policy.eval()  # only an update's own passes have dropout
     groups = parameters(policy) if parameters else [{"params": [p for p in policy.parameters() if p.requires_grad]}]
+    ranks.once(lambda: open_run(folder, configuration, resume, FREE))
+    _check_steps(folder, settings)
     trained = spread(policy, accelerator, settings.parallel)  # on its device before the optimiser's moments are
     twins = dict(zip(policy.parameters(), trained.parameters(), strict=True))
     groups = [{**group, "params": [twins[parameter] for parameter in group["params"]]} for group in groups]
@@ -150,9 +150,10 @@ def train(
 
 
 def _with_reference(method: Method, settings: Settings, reference: nn.Module | None) -> Method:
-    needs_reference = settings.kl_coef > 0 or "logp_ref" in method.needs
-    if needs_reference and reference is None:
-        raise UserError("option kl_coef (or the method) needs reference log-probabilities: give `train` a reference")
+    if reference is None and "logp_ref" in method.needs:
+        raise UserError(f"method {method.name} compares with a reference, and there is none: give `train` a reference")
+    if reference is None and settings.kl_coef > 0:
+        raise UserError(f"option kl_coef={settings.kl_coef} needs a reference policy: give `train` one, or set it to 0")
     if settings.kl_coef == 0:
         return method
     return method.plus(reference_kl(settings.kl_coef), needs=frozenset({"logp_ref"}))
@@ -303,6 +304,7 @@ class Loop:
         if progress.step == 0:
             _check_groups(self.method, batch)
         advantage = self.method.advantage(batch)
+        check_shape(f"advantage of method {self.method.name}", advantage, batch)
         seen = Seen(torch.ones_like(batch.logp_old), torch.zeros_like(batch.logp_old), batch.logp_old.clone())
         seen.skipped = planned if drawn.empty else 0
         trainer = Trainer(self.method, self.trained, self.optimizer, self.accelerator, settings, free_old)
@@ -383,8 +385,11 @@ def _kept(keep: Callable[[Batch], Tensor], rollouts: list[Rollout], batch: Batch
 def _check_needs(method: Method, batch: Batch) -> None:
     parts = {"entropy", "values", "logits", "hidden"}  # of Forward: the policy answers for them
     for name in sorted(method.needs - parts):
-        if getattr(batch, name) is None:
-            raise UserError(f"method {method.name} needs {name}: give `train` an enricher that fills it")
+        if getattr(batch, name, None) is None:
+            raise UserError(
+                f"method {method.name} needs {name}, which these rollouts lack: set the options with which the method "
+                "does without, if it has any, or give `train` an enricher that fills it"
+            )
 
 
 def _check_groups(method: Method, batch: Batch) -> None:

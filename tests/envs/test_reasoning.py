@@ -102,8 +102,8 @@ def test_prompts_follow_the_template():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ReasoningTask("chain_sums"), "no task 'chain_sums'; it has: .*chain_sum"),
-        (lambda: ReasoningTask("chain_sum", {"terms": 2}), "refuses the options .*terms"),
+        (lambda: ReasoningTask("chain_sums"), "no task 'chain_sums' \\(did you mean chain_sum.*; it has: .*chain_sum"),
+        (lambda: ReasoningTask("chain_sum", {"terms": 2}), "no option 'terms'; its options are: min_terms, max_terms"),
         (lambda: ReasoningTask("chain_sum", {"min_terms": 5, "max_terms": 2}), "refuses the options .*max_terms"),
         (lambda: ReasoningTask("chain_sum", {"seed": 2}), "name seed or size"),
         (lambda: ReasoningTask("spell_backward"), "last_number.* does not read the answer"),

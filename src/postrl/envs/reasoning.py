@@ -6,6 +6,8 @@ problem once, and the size of the space is measured. Its scores pay partial cred
 answer, so `correct` is a score of exactly 1 for the *extracted* answer; the raw score is logged beside it.
 """
 
+import dataclasses
+import difflib
 import importlib.util
 import time
 from collections.abc import Mapping
@@ -124,11 +126,17 @@ class ReasoningTask:
         from reasoning_gym.factory import DATASETS
 
         if self.name not in DATASETS:
-            raise UserError(f"reasoning-gym has no task {self.name!r}; it has: {', '.join(sorted(DATASETS))}")
+            near = difflib.get_close_matches(self.name, DATASETS)
+            meant = f" (did you mean {' or '.join(near)}?)" if near else ""
+            raise UserError(f"reasoning-gym has no task {self.name!r}{meant}; it has: {', '.join(sorted(DATASETS))}")
         if {"seed", "size"} & set(self._options):
             raise UserError(
                 f"options of {self.name!r} name seed or size; use ReasoningTask's own seed, there is no size"
             )
+        known = [each.name for each in dataclasses.fields(DATASETS[self.name][1]) if each.name not in ("seed", "size")]
+        unknown = [option for option in self._options if option not in known]
+        if unknown:
+            raise UserError(f"task {self.name!r} has no option {unknown[0]!r}; its options are: {', '.join(known)}")
         try:
             return reasoning_gym.create_dataset(self.name, seed=self._first + drawn, size=CHUNK, **self._options)
         except (TypeError, AssertionError, ValueError) as error:

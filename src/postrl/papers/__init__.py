@@ -39,6 +39,8 @@ def method(name: str, **options: object) -> Method:
     scales, caps and counts, and a wrong sign would train something else in silence.
     """
     constructors = methods()
+    if name not in constructors and name in shelf():
+        raise UserError(f"paper {name!r} has no method of its own: {vars(shelf()[name])['NO_METHOD']}")
     if name not in constructors:
         raise UserError(f"no method {name!r} on the shelf; choose one of: {', '.join(constructors)}")
     known = inspect.signature(constructors[name]).parameters
@@ -47,7 +49,8 @@ def method(name: str, **options: object) -> Method:
         raise UserError(f"method {name!r} has no option {wrong[0]!r}; its options are: {', '.join(known) or 'none'}")
     kinds = get_type_hints(constructors[name])
     for option, value in options.items():
-        if not _fits(value, kinds[option]):
+        # A constructor of the user's own may annotate nothing.
+        if option in kinds and not _fits(value, kinds[option]):
             raise UserError(f"option {option}={value!r} of method {name!r} must be {_said(kinds[option])}")
         if isinstance(value, int | float) and value < 0:
             raise UserError(f"option {option}={value!r} of method {name!r} must be at least 0")
