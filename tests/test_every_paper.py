@@ -93,14 +93,14 @@ def test_unknown_method_or_option_is_named():
         method("recoo")
     with pytest.raises(UserError, match=r"'reco' has no option 'capp'.*cap"):
         method("reco", capp=3.0)
-    with pytest.raises(UserError, match="'ipe' has no method of its own: .*critic"):
+    with pytest.raises(UserError, match=r"'ipe' has no method of its own: .*critic"):
         method("ipe")
 
 
 def test_a_constructor_may_annotate_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(papers, "methods", lambda: {"mine": lambda cap=5.0: replace(grpo(), name=f"cap {cap}")})
     assert method("mine", cap=3).name == "cap 3"
-    with pytest.raises(UserError, match="cap=-1 .* must be at least 0"):
+    with pytest.raises(UserError, match=r"cap=-1 .* must be at least 0"):
         method("mine", cap=-1)
 
 

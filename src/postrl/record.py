@@ -34,7 +34,7 @@ def open_run(folder: Path, configuration: Mapping[str, object], resume: bool, fr
         write_json(path, {"configuration": configuration, **_surroundings()})
         return
     if not path.is_file():
-        raise UserError(f"{folder} holds no run to go on with: leave --resume away to start one, or name another folder")
+        raise UserError(f"{folder} holds no run to go on with: leave --resume away to start one, or name its folder")
     old = read_run(folder, "a run to resume")["configuration"]
     now = json.loads(json.dumps(configuration))
     for name in sorted(set(old) | set(now)):
