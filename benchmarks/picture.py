@@ -19,7 +19,7 @@ def draw(data: Mapping, path: Path) -> bool:
     from matplotlib.figure import Figure
 
     panels = 1 + len(axes)
-    figure = Figure(figsize=(6.5 + 3.2 * len(axes), 1.5 + 0.42 * max(8, len(bars))), layout="constrained")
+    figure = Figure(figsize=(9.5 + 3.2 * len(axes), 1.5 + 0.42 * max(8, len(bars))), layout="constrained")
     places = figure.subplots(1, panels, width_ratios=[2.0, *([1.0] * len(axes))], squeeze=False)[0]
     _draw_bars(places[0], bars)
     for place, (axis, points) in zip(places[1:], axes.items(), strict=True):
@@ -33,17 +33,16 @@ def draw(data: Mapping, path: Path) -> bool:
 def _bars(rows: Mapping[str, Mapping]) -> list[tuple[str, pairs.Spread, float | None]]:
     """(label, ratio, goal) of every comparison that is no scaling row."""
     bars = []
-    for name, entry in rows.items():
+    for entry in rows.values():
         if entry["axis"] is not None or entry["work"]["kind"] in ("agreement", "statistics"):
             continue
         for peer in [*entry["peers"], *entry["once"]]:
             ratio = pairs.speed(entry["rounds"], peer)
             goals = [g["bound"] for g in entry["goals"] if g["peer"] == peer and g["figure"] in ("speed", "share")]
             if ratio is not None:
-                bars.append(
-                    (f"{name}\nof the limit" if peer == pairs.LIMIT else f"{name}\nvs {peer}", ratio, *goals[:1])
-                )
-    return [(bar[0], bar[1], bar[2] if len(bar) > 2 else None) for bar in bars]
+                side = "of the limit" if peer == pairs.LIMIT else f"beside {peer}"
+                bars.append((f"{entry['title']}\n{side}", ratio, goals[0] if goals else None))
+    return bars
 
 
 def _axes(rows: Mapping[str, Mapping]) -> dict[str, list[tuple[int, pairs.Spread]]]:

@@ -74,7 +74,7 @@ def rows() -> list[Row]:
         ),
         Row(
             "step-smollm2-natural",
-            "the same, chat prompts and natural lengths (at most 64)",
+            "GRPO step, SmolLM2-135M, 8 chat prompts × 8 completions of natural length, at most 64 tokens",
             Work("step", "smollm2", prompts=8, completions=8, prompt_tokens=64, new_tokens=64, natural=True),
             (TRL,),
             goals=(Goal("speed", 6.0, TRL.name), Goal("memory", 0.5, TRL.name)),
@@ -82,7 +82,7 @@ def rows() -> list[Row]:
         ),
         Row(
             "step-smollm2-1024",
-            "the same as the first, prompts of 1,024 tokens",
+            "GRPO step, SmolLM2-135M, 8 prompts of 1,024 tokens × 8 completions × 64 tokens",
             Work("step", "smollm2", prompts=8, completions=8, prompt_tokens=1024, new_tokens=64),
             (TRL,),
             (LIMIT,),
