@@ -60,7 +60,8 @@ def test_demonstrations_count_whatever_their_rewards():
     given = replace(case.batch, kind=torch.full((2,), int(Kind.DEMONSTRATION), dtype=torch.int8))
     assert (rft().advantage(case.batch) == 0).all() and (rft().advantage(given) == 1).all()
     bare = replace(given, rewards=given.rewards[:, :0], reward_weights=given.reward_weights[:0], reward_names=())
-    laws.equal(laws.update(rft(), bare, case.now).gradient["logp"], [[-0.5], [-0.5]])
+    for method in (rft(), rft("solved")):  # a data set of demonstrations has no components, whichever is asked for
+        laws.equal(laws.update(method, bare, case.now).gradient["logp"], [[-0.5], [-0.5]])
 
 
 def test_a_threshold_met_up_to_rounding_is_met():
@@ -73,6 +74,10 @@ def test_an_unknown_component_is_named():
     case = laws.by_hand([0], [1.0], [[0.5]], [[0.5]])
     with pytest.raises(UserError, match=r"'solved'.*correct"):
         rft(correct="solved").advantage(case.batch)
+    one = torch.tensor([int(Kind.DEMONSTRATION), int(Kind.ROLLOUT)], dtype=torch.int8)
+    both = laws.by_hand([0, 1], [1.0, 1.0], [[0.5]] * 2, [[0.5]] * 2).batch
+    with pytest.raises(UserError, match=r"'solved'.*correct"):  # a sampled unit beside the demonstration needs it
+        rft(correct="solved").advantage(replace(both, kind=one))
     with pytest.raises(UserError, match=r"'solved'.*score"):
         demonstrations([rollout()], correct="solved")
 
@@ -149,7 +154,8 @@ def test_it_learns(way: str, tmp_path: Path):
     else:
         source = letters if way == "on policy" else Iterated(letters, every=5, draws=2, per_step=2)
     display, said = quiet(20)
-    train(rft(), policy, source, Settings(steps=20, learning_rate=0.1, warn_constant=5), tmp_path, display=display)
+    settings = Settings(steps=20, learning_rate=0.1, warn_constant=5)
+    train(rft("correct"), policy, source, settings, tmp_path, display=display)
     assert chance(policy) > 0.6
     assert all(line["method/successes"] == line["units"] for line in lines(tmp_path)[-3:]) or way == "on policy"
     if way != "on policy":

@@ -64,12 +64,18 @@ def loss(batch: Batch, advantage: Tensor, forward: Forward) -> Tensor:
 
 
 def successes(batch: Batch, correct: str | None = None, threshold: float = 1.0) -> Bool[Tensor, "N"]:
-    """Units that reach the threshold, and demonstrations. Raises UserError if the batch has no component `correct`."""
+    """Units that reach the threshold, and demonstrations, which need no reward: a data set of them has no components.
+
+    Raises UserError if there are sampled units and the batch has no component `correct`.
+    """
+    shown = batch.kind == Kind.DEMONSTRATION
+    if bool(shown.all()):
+        return shown
     if correct is not None and correct not in batch.reward_names:
         there = ", ".join(batch.reward_names) or "none"
         raise UserError(f"rft: no reward component {correct!r}; set `correct` to one of: {there}, or None")
     reward = total_reward(batch) if correct is None else batch.reward(correct)
-    return (reward >= threshold - MIN_SPREAD) | (batch.kind == Kind.DEMONSTRATION)
+    return (reward >= threshold - MIN_SPREAD) | shown
 
 
 def demonstrations(
