@@ -27,6 +27,7 @@ def make_bases(arms: Sequence[Arm], config: Any, folder: Path) -> dict[str, Path
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # some twenty arms in one test
 @pytest.mark.parametrize("name", sorted(finding.studies()))
 def test_every_exploratory_arm_runs(name: str, tmp_path: Path):
     if name in PACKAGES:
